@@ -1,0 +1,24 @@
+"""ALTO for sharded pretraining: LAMB plus an exploration term, exact on every shard.
+
+>>> from alto_distributed import ALTO, param_groups, recipe
+>>> optimizer = ALTO(param_groups(model), **recipe(global_batch_size=4096))
+"""
+
+from .adaptor import E
+from .config import Hyperparameters, recipe
+from .groups import param_groups
+from .optimizer import ALTO
+from .sharding import LogicalParameter, Segment, ShardLayout
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALTO",
+    "E",
+    "Hyperparameters",
+    "LogicalParameter",
+    "Segment",
+    "ShardLayout",
+    "param_groups",
+    "recipe",
+]

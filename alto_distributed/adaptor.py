@@ -1,0 +1,227 @@
+"""E: gives any torch optimizer the gradient plus a multiple of its own acceleration.
+
+``E(SGD)`` is the paper's ESGD, ``E(Adam)`` its EAdam; anything with torch.optim's interface will do. The
+adaptation is elementwise, so it needs no layouts: sharded tensors are adapted where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import state as states
+from .config import check_alpha, check_beta
+from .errors import refuse_unsupported_gradient
+from .optimizer import ALTO
+from .sharding.dtensor import like_parameter
+
+ALPHA = "e_alpha"
+BETA1 = "e_beta1"
+# The beta1 with which a group's averages were gathered (see optimizer.GRAD_EMA_BETA1).
+GATHERED_WITH = "e_grad_ema_beta1"
+
+
+class E(Optimizer):
+    """Adapt ``base_optimizer``: it sees d = g + alpha*a, with a the acceleration of the gradient g.
+
+    Args:
+        base_optimizer: any ``torch.optim.Optimizer``. E shares its parameter groups and its state, so
+            schedulers, ``add_param_group`` and ``state_dict`` of either are those of both.
+        alpha: weight of the acceleration, ``|alpha| < 1/(1 - beta1)``.
+        beta1: decay of the acceleration.
+
+    Each parameter gets one more state, ``grad_ema``, in the base optimizer's own state. A group may
+    override ``e_alpha`` and ``e_beta1``. ``p.grad`` holds the adapted gradient only while the base
+    optimizer steps; afterwards it is what it was.
+
+    A base optimizer that calls the closure several times in a step (LBFGS) sees every gradient adapted
+    with the same average; the average advances once a step, with the first gradient.
+
+    References:
+        Paper, equation "g_k + alpha a_k -> g_k"; here in the one-tensor form of update/reference.py.
+    """
+
+    def __init__(self, base_optimizer: Optimizer, alpha: float = -5.0, beta1: float = 0.99) -> None:
+        if not isinstance(base_optimizer, Optimizer):
+            raise ValueError(f"E adapts a torch.optim.Optimizer, got a {type(base_optimizer).__name__}")
+        if isinstance(base_optimizer, E):
+            raise ValueError("the optimizer is adapted already: E of E has no meaning in the paper")
+        if isinstance(base_optimizer, ALTO) and any(group["alpha"] != 0 for group in base_optimizer.param_groups):
+            raise ValueError("ALTO with alpha != 0 is E of LAMB already; use it alone, or give E an ALTO with alpha=0")
+        self.base = base_optimizer
+        beta1 = check_beta("beta1", beta1)
+        self._own_defaults = {ALPHA: check_alpha(alpha, beta1), BETA1: beta1}
+        # Optimizer.__init__ would copy groups that must stay shared; its other half sets up the hooks.
+        super().__setstate__({})
+        for group in self.param_groups:
+            self._complete(group)
+
+    # The base optimizer replaces these two objects when it loads a state_dict: never hold on to them.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.base.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
+        self._complete(self.base.param_groups[-1])
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        for key, value in self._own_defaults.items():
+            group.setdefault(key, value)
+        _checked(group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Adapt the gradients, step the base optimizer, give the gradients back.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; passed on to the base optimizer, whose
+                calls of it return with the gradients adapted.
+
+        Returns:
+            What the base optimizer's step returns.
+        """
+        averages = self._take_averages()
+        originals: dict[torch.Tensor, torch.Tensor] = {}
+        first: dict[torch.Tensor, tuple[torch.Tensor, float]] = {}
+
+        def adapt() -> None:
+            for param, grad, alpha, beta1 in self._gradients(averages):
+                if param not in averages:
+                    averages[param] = states.new_state(param)
+                average = averages[param]
+                originals[param] = grad
+                first.setdefault(param, (grad, beta1))
+                # d = g + alpha*(1-beta1)*(g - u): a mix of the gradient and its average, weighed by rho
+                rho = -alpha * (1 - beta1)
+                param.grad = torch.lerp(grad.to(average.dtype), average, rho).to(grad.dtype)
+
+        def adapted_closure() -> Any:
+            with torch.enable_grad():
+                loss = closure() if closure is not None else None
+            with torch.no_grad():
+                adapt()
+            return loss
+
+        try:
+            if closure is None:
+                adapt()
+                result = self.base.step()
+            else:
+                result = self.base.step(adapted_closure)
+            for param, (grad, beta1) in first.items():
+                averages[param].lerp_(grad.to(averages[param].dtype), 1 - beta1)
+        finally:
+            for param, grad in originals.items():
+                param.grad = grad
+            for param, average in averages.items():
+                self.state[param][states.GRAD_EMA] = average
+        return result
+
+    def _take_averages(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Take grad_ema out of the shared state while the base steps: many optimizers set up a
+        parameter's state when they find it empty."""
+        averages = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.get(param, {})
+                if states.GRAD_EMA in state:
+                    averages[param] = state.pop(states.GRAD_EMA)
+                    if not state:
+                        del self.state[param]
+        return averages
+
+    def _gradients(
+        self, averages: Mapping[torch.Tensor, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor, float, float]]:
+        """(parameter, gradient, alpha, beta1) of all that is to be adapted, each checked."""
+        found = []
+        for group in self.param_groups:
+            alpha, beta1 = _checked(group)
+            for param in group["params"]:
+                # An average that exists is kept up to date also while alpha is 0.
+                if param.grad is not None and (alpha != 0 or param in averages):
+                    refuse_unsupported_gradient("E", param.grad)
+                    group.setdefault(GATHERED_WITH, beta1)
+                    found.append((param, like_parameter(param, param.grad), alpha, beta1))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's state_dict, grad_ema included."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, all of it or nothing."""
+        states.load_exactly(self.base, self.base.load_state_dict, state_dict, self._check_saved, (states.GRAD_EMA,))
+
+    def _check_saved(self, state_dict: Any) -> None:
+        states.check_group_sizes(state_dict, self.param_groups)
+        for g, group in enumerate(state_dict["param_groups"]):
+            if ALPHA not in group or BETA1 not in group:
+                raise ValueError(
+                    f"group {g} of the checkpoint has no {ALPHA!r} and {BETA1!r}: it was saved without E. Load it "
+                    "into the base optimizer first and then adapt that, to let grad_ema start from zero"
+                )
+            _checked(group)
+        for g, i, param, saved in states.saved_tensors(state_dict, self.param_groups):
+            if saved and state_dict["param_groups"][g][ALPHA] != 0:
+                advice = "a resumed run would differ from the saved one. Save again with E.state_dict()"
+                states.check_saved_state(g, i, param, saved, (states.GRAD_EMA,), advice)
+
+    # Hooks on saving and loading belong to the optimizer that saves and loads.
+
+    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base.register_state_dict_pre_hook(*args, **kwargs)
+
+    def register_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base.register_state_dict_post_hook(*args, **kwargs)
+
+    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base.register_load_state_dict_pre_hook(*args, **kwargs)
+
+    def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base.register_load_state_dict_post_hook(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"base": self.base, "_own_defaults": self._own_defaults}
+
+    def __repr__(self) -> str:
+        return f"E({self.base!r})"
+
+
+def _checked(group: dict[str, Any]) -> tuple[float, float]:
+    """A group's alpha and beta1, or an error if they are out of range or beta1 has changed."""
+    beta1 = check_beta(BETA1, group[BETA1])
+    if group.get(GATHERED_WITH, beta1) != beta1:
+        raise ValueError(
+            f"{BETA1} was changed from {group[GATHERED_WITH]} to {beta1} in mid-run: grad_ema was gathered with the "
+            "old one. Keep it, or adapt the base optimizer anew"
+        )
+    return check_alpha(group[ALPHA], beta1), beta1

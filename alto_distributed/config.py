@@ -1,0 +1,198 @@
+"""Hyperparameters: one dataclass, checked in one place, and the paper's recipes by batch size.
+
+Every way into ALTO (the constructor, a parameter group, a DeepSpeed JSON, a Megatron argument, a
+loaded checkpoint) ends in :class:`Hyperparameters`, so a value is either refused there with a message
+that names it, or it is good everywhere.
+
+Symbols are those of "Exploring Landscapes for Better Minima along Valleys" (NeurIPS 2025), Algorithm
+"ALTO".
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from .errors import UnknownHyperparameter
+
+LAYERWISE_MODES = ("decayed", "matrices", "all", "none")
+
+#: From this global batch size on, the paper uses its large-batch setting.
+LARGE_BATCH = 1024
+
+DEFAULT_EPS2 = 1e-6
+DEFAULT_EPS3 = 1e-10
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The numbers of one parameter group. Building one checks it."""
+
+    lr: float | torch.Tensor = 1e-2
+    """Learning rate (eta). A 0-dim tensor is allowed, as in ``torch.optim``."""
+
+    betas: tuple[float, float, float] = (0.99, 0.9, 0.99)
+    """Decay of the acceleration (beta1), of the first moment (beta2) and of the second (beta3)."""
+
+    alpha: float = -5.0
+    """Weight of the acceleration. Negative explores, 0 is LAMB; ``|alpha| < 1/(1 - beta1)``."""
+
+    eps: tuple[float, float, float] = (1e-6, DEFAULT_EPS2, DEFAULT_EPS3)
+    """(eps1, eps2, eps3): under the square root's quotient, in the ratio, and in phi(x) = x + eps3."""
+
+    weight_decay: float = 1e-4
+    """Decay (lambda), inside r: it is scaled by the layer-wise ratio with the rest of r."""
+
+    layerwise: str = "decayed"
+    """Which parameters get the layer-wise ratio: "decayed", "matrices", "all" or "none"."""
+
+    bias_correction: bool = True
+    """Divide m by 1 - beta2^k and v by 1 - beta3^k. False is the paper's "ALTO Vanilla"."""
+
+    def __post_init__(self) -> None:
+        check = object.__setattr__  # frozen: normalise what came from JSON or from numpy
+        check(self, "lr", check_lr(self.lr))
+        check(self, "betas", check_betas(self.betas))
+        check(self, "alpha", check_alpha(self.alpha, self.betas[0]))
+        check(self, "eps", check_eps(self.eps))
+        check(self, "weight_decay", _number("weight_decay", self.weight_decay, low=0.0))
+        if self.layerwise not in LAYERWISE_MODES:
+            raise ValueError(
+                f"layerwise={self.layerwise!r} is not one of {', '.join(map(repr, LAYERWISE_MODES))}"
+                f"{_did_you_mean(self.layerwise, LAYERWISE_MODES)}"
+            )
+        if not isinstance(self.bias_correction, bool):
+            raise ValueError(f"bias_correction={self.bias_correction!r} must be True or False")
+
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
+        """The checked hyperparameters of a parameter group (other keys are the framework's)."""
+        return cls(**{name: group[name] for name in HYPERPARAMETER_NAMES})
+
+    def as_group(self) -> dict[str, Any]:
+        """The same as a plain dict, the form that parameter groups and checkpoints hold."""
+        return {name: getattr(self, name) for name in HYPERPARAMETER_NAMES}
+
+
+HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Hyperparameters))
+
+
+def recipe(global_batch_size: int) -> dict[str, Any]:
+    """The paper's hyperparameters for a global batch size, as keyword arguments for ALTO.
+
+    From 1024 samples on: alpha -5, beta1 0.99 and lr 1e-2 (the rate of the paper's GPT-2 run). Below:
+    alpha 0.5, beta1 0.01, and no ``lr``, for the paper tunes it there: choose your own.
+
+    Args:
+        global_batch_size: samples in one optimizer step, over all ranks and accumulation steps.
+
+    Returns:
+        ``alpha``, ``betas``, ``eps``, ``weight_decay`` and, for large batches, ``lr``.
+
+    References:
+        Paper, section "Hyperparameters"; table of GPT-2 settings in the appendix.
+    """
+    whole: Any = global_batch_size
+    if isinstance(whole, bool) or not isinstance(whole, numbers.Integral):
+        raise ValueError(f"global_batch_size={global_batch_size!r} must be a whole number of samples")
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size={global_batch_size} must be at least 1")
+    eps = (1e-6, DEFAULT_EPS2, DEFAULT_EPS3)
+    if global_batch_size >= LARGE_BATCH:
+        return {"lr": 1e-2, "alpha": -5.0, "betas": (0.99, 0.9, 0.99), "eps": eps, "weight_decay": 1e-4}
+    return {"alpha": 0.5, "betas": (0.01, 0.9, 0.99), "eps": eps, "weight_decay": 1e-4}
+
+
+def check_lr(lr: Any) -> float | torch.Tensor:
+    """lr >= 0 and finite. A tensor is taken on trust: reading it could stall a GPU every step."""
+    if isinstance(lr, torch.Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr as a tensor must hold one number, got shape {tuple(lr.shape)}")
+        return lr
+    return _number("lr", lr, low=0.0)
+
+
+def check_betas(betas: Any) -> tuple[float, float, float]:
+    if isinstance(betas, (str, bytes)) or not isinstance(betas, Sequence) or len(betas) != 3:
+        raise ValueError(
+            f"betas={betas!r} must be three numbers (beta1 of the acceleration, beta2 of the first moment, "
+            "beta3 of the second); Adam's (b1, b2) are ALTO's (beta2, beta3)"
+        )
+    beta1, beta2, beta3 = (check_beta(f"betas[{i}] (beta{i + 1})", beta) for i, beta in enumerate(betas))
+    return beta1, beta2, beta3
+
+
+def check_beta(name: str, beta: Any) -> float:
+    return _number(name, beta, low=0.0, below=1.0)
+
+
+def check_alpha(alpha: Any, beta1: float) -> float:
+    """|alpha| < 1/(1 - beta1): with rho = -alpha*(1 - beta1), that is |rho| < 1."""
+    value = _number("alpha", alpha)
+    if not abs(value) * (1.0 - beta1) < 1.0:
+        raise ValueError(
+            f"alpha={value:g} is out of range: |alpha| must be below 1/(1 - beta1) = {1.0 / (1.0 - beta1):g} "
+            f"for beta1={beta1:g}"
+        )
+    return value
+
+
+def check_eps(eps: Any) -> tuple[float, float, float]:
+    """One number is eps1, with the paper's eps2 and eps3; three numbers are all of them."""
+    if isinstance(eps, (str, bytes)) or not isinstance(eps, Sequence):
+        return _number("eps (eps1)", eps, low=0.0), DEFAULT_EPS2, DEFAULT_EPS3
+    if len(eps) != 3:
+        raise ValueError(f"eps={eps!r} must be one number (eps1) or three (eps1, eps2, eps3)")
+    eps1, eps2, eps3 = (_number(f"eps[{i}] (eps{i + 1})", value, low=0.0) for i, value in enumerate(eps))
+    return eps1, eps2, eps3
+
+
+def refuse_unknown(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_NAMES) -> None:
+    """Raise for the first name that is not a hyperparameter, with the nearest that is."""
+    for name in names:
+        raise UnknownHyperparameter(
+            f"{name!r} is not a hyperparameter of ALTO{_did_you_mean(name, known)} (it has: {', '.join(known)})"
+        )
+
+
+def refuse_near_misses(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_NAMES) -> None:
+    """Raise for a name that is almost, but not quite, a hyperparameter.
+
+    Parameter groups carry keys of other people's (``initial_lr``, ``wd_mult``, ``name``), so an
+    unknown key there is no error by itself; a slip of one or two letters is.
+    """
+    for name in names:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.8)
+        if near and abs(len(near[0]) - len(name)) <= 2:
+            raise UnknownHyperparameter(
+                f"parameter group key {name!r} is not a hyperparameter of ALTO; did you mean {near[0]!r}?"
+            )
+
+
+def _did_you_mean(name: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _number(name: str, value: Any, *, low: float = -math.inf, below: float = math.inf) -> float:
+    """``value`` as a float in [low, below), or a ValueError that says what it was and may be."""
+    if low == -math.inf:
+        allowed = "a finite number"
+    elif below == math.inf:
+        allowed = f"a finite number >= {low:g}"
+    else:
+        allowed = f"a number in [{low:g}, {below:g})"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={value!r} must be {allowed}, not a {type(value).__name__}")
+    result = float(value)
+    if not math.isfinite(result) or not low <= result < below:
+        raise ValueError(f"{name}={result!r} is out of range: it must be {allowed}")
+    return result

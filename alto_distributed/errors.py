@@ -1,0 +1,25 @@
+"""The errors a user can cause, each a ValueError.
+
+Two of them also carry the type that PyTorch or Python would have raised at the same place, so that
+code written against ``torch.optim`` keeps catching them.
+"""
+
+import torch
+
+
+class UnknownHyperparameter(ValueError, TypeError):
+    """A name that ALTO does not have. Python itself raises TypeError for an unexpected argument."""
+
+
+class UnsupportedTensor(ValueError, RuntimeError):
+    """A sparse or complex tensor. ``torch.optim`` raises RuntimeError for a sparse gradient."""
+
+
+def refuse_unsupported_gradient(who: str, grad: torch.Tensor) -> None:
+    """Raise for a gradient that is sparse or complex."""
+    if grad.layout != torch.strided:
+        raise UnsupportedTensor(
+            f"{who} does not support sparse gradients: its states are dense. Build the embedding with sparse=False"
+        )
+    if grad.is_complex():
+        raise UnsupportedTensor(f"{who} does not support complex gradients; use torch.view_as_real")

@@ -1,0 +1,333 @@
+"""ALTO: one ``step()`` for every engine.
+
+A step has four parts, told in :meth:`ALTO.step`: collect the tensors (refusing what cannot be handled
+before anything changes), phase one over all of them, the norms of the whole logical parameters with one
+collective per process group, phase two over all of them.
+
+Provenance: "Exploring Landscapes for Better Minima along Valleys" (NeurIPS 2025), Algorithm "ALTO";
+official code ``e-optimizer-adaptor`` 0.1.0, against which the tests compare. Differences by intent: one
+extra state instead of two (see update/reference.py), no gradient clipping inside, eps2 and eps3 as in
+the paper, norms over whole parameters when they are sharded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch.optim import Optimizer
+
+from . import state as states
+from .config import HYPERPARAMETER_NAMES, Hyperparameters, refuse_near_misses, refuse_unknown
+from .errors import UnsupportedTensor, refuse_unsupported_gradient
+from .sharding.dtensor import is_dtensor, like_parameter, local
+from .sharding.layout import LogicalParameter, ShardLayout
+from .sharding.plan import Entry, StepPlan
+from .update import Coefficients, Piece, check_kernel, kernel_for
+from .update.reference import trust_ratio
+
+# Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds
+# only while it stays, also over a checkpoint.
+GRAD_EMA_BETA1 = "grad_ema_beta1"
+
+
+class ALTO(Optimizer):
+    """LAMB with an exploration term made of the gradient's own acceleration.
+
+    Args:
+        params: parameters or parameter groups; ``param_groups(model)`` makes the usual two. A group may
+            override any hyperparameter. It may also say ``"decayed": True`` or ``False`` to be treated
+            as such under ``layerwise="decayed"`` whatever its ``weight_decay`` happens to be today.
+        lr: learning rate.
+        betas: decays of the acceleration, the first and the second moment.
+        alpha: weight of the acceleration, ``|alpha| < 1/(1 - beta1)``. 0 is LAMB, and needs no third state.
+        eps: eps1, or the paper's (eps1, eps2, eps3).
+        weight_decay: decay inside the update, scaled by the layer-wise ratio.
+        layerwise: which parameters get the ratio: "decayed" (those of groups with weight decay),
+            "matrices" (two or more dimensions), "all" (the paper's formula to the letter) or "none"
+            (EAdamW). Except under "all", a norm of 0 gives ratio 1.
+        bias_correction: False is the paper's "ALTO Vanilla".
+        kernel: "auto", "torch" or "reference"; all give the same result.
+
+    States are float32 (float64 for float64 parameters), whatever the parameters' precision. The
+    optimizer does not clip: the gradient it gets is the gradient it uses.
+    """
+
+    state_keys: ClassVar[tuple[str, str, str]] = (states.EXP_AVG, states.EXP_AVG_SQ, states.GRAD_EMA)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-2,
+        betas: Sequence[float] = (0.99, 0.9, 0.99),
+        alpha: float = -5.0,
+        eps: float | Sequence[float] = 1e-6,
+        weight_decay: float = 1e-4,
+        *,
+        layerwise: str = "decayed",
+        bias_correction: bool = True,
+        kernel: str = "auto",
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, "kernel"))
+        hyper = Hyperparameters(lr, cast(Any, betas), alpha, cast(Any, eps), weight_decay, layerwise, bias_correction)
+        self._kernel = check_kernel(kernel)
+        self._use_layouts({}, ())
+        super().__init__(params, hyper.as_group())
+        self._warn_if_no_ratio()
+
+    # -- parameter groups and layouts ---------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            refuse_near_misses(param_group)
+            merged = {**self.defaults, **param_group}
+            param_group.update(Hyperparameters.from_group(merged).as_group())
+        super().add_param_group(param_group)
+        for param in param_group["params"]:
+            if param.is_complex():
+                self.param_groups.pop()
+                raise UnsupportedTensor("ALTO does not support complex parameters; use torch.view_as_real")
+        self._plans.clear()
+
+    def set_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter] = ()) -> None:
+        """Tell what sharded tensors are made of. Engines call this once their shards exist.
+
+        Args:
+            layouts: for each sharded tensor among the parameters, its layout. Tensors that are not named
+                are whole logical parameters (or DTensors, which know their own layout).
+            joined: parameters in whose norms this rank takes part although none of its tensors has a
+                segment of them, not even an empty one.
+        """
+        for tensor, layout in layouts.items():
+            if is_dtensor(tensor):
+                raise ValueError("a DTensor knows its own layout: leave it out of set_layouts")
+            if tensor.numel() != layout.numel:
+                raise ValueError(f"{layout!r} is of another length than its tensor of {tensor.numel()} elements")
+            if not tensor.is_contiguous():
+                raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
+        self._use_layouts(layouts, joined)
+
+    def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
+        self._layouts = dict(layouts)
+        self._joined = tuple(joined)
+        self._plans: dict[tuple[tuple[int, ...], ...], StepPlan] = {}
+        self._layouts_lost = False
+
+    def _plan(self) -> StepPlan:
+        """The plan for the tensors that are in the groups now; it keeps them, so ids stay unique."""
+        if self._layouts_lost:
+            raise ValueError(
+                "this ALTO is a copy of a sharded one, and layouts belong to the original's tensors and process "
+                "groups: call set_layouts on the copy before step()"
+            )
+        key = tuple(tuple(map(id, group["params"])) for group in self.param_groups)
+        if key not in self._plans:
+            self._plans[key] = StepPlan(self.param_groups, self._layouts, self._joined)
+        return self._plans[key]
+
+    def _ratio_for(self, group: Mapping[str, Any], hyper: Hyperparameters) -> str:
+        """Which segments of a group get the layer-wise ratio: "every", "matrices" or "no" segment."""
+        if hyper.layerwise == "decayed":
+            return "every" if group.get("decayed", hyper.weight_decay != 0) else "no"
+        return {"matrices": "matrices", "all": "every", "none": "no"}[hyper.layerwise]
+
+    def _warn_if_no_ratio(self) -> None:
+        groups = [group for group in self.param_groups if group["params"]]
+        undecayed = [
+            group["layerwise"] == "decayed" and not group.get("decayed", group["weight_decay"] != 0) for group in groups
+        ]
+        if groups and all(undecayed):
+            warnings.warn(
+                'ALTO: no parameter group has weight decay, so under layerwise="decayed" no parameter gets the '
+                'layer-wise ratio. Set a weight_decay, or layerwise="matrices" or "all" to have the ratio without '
+                'decay, or layerwise="none" if that is what you want.',
+                stacklevel=3,
+            )
+
+    # -- the step -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        plan = self._plan()
+        hypers = [self._checked(group) for group in self.param_groups]
+        pieces, staged = self._collect(plan, hypers)
+
+        partial: dict[torch.device, torch.Tensor] = {}
+        for device, on_device in pieces.items():
+            partial[device] = plan.norms.zeros(device)
+            kernel_for(self._kernel, device).phase_one(on_device, partial[device])
+
+        step_sizes = self._step_sizes(plan, hypers, partial)
+        for device, on_device in pieces.items():
+            kernel_for(self._kernel, device).phase_two(on_device, step_sizes.to(device))
+
+        for target, flat in staged:
+            target.copy_(flat.view(target.shape))
+        return loss
+
+    def _checked(self, group: dict[str, Any]) -> Hyperparameters:
+        """A group's hyperparameters, checked again: schedulers and users change them between steps."""
+        hyper = Hyperparameters.from_group(group)
+        gathered_with = group.get(GRAD_EMA_BETA1, hyper.betas[0])
+        if gathered_with != hyper.betas[0]:
+            raise ValueError(
+                f"beta1 was changed from {gathered_with} to {hyper.betas[0]} in mid-run: grad_ema was gathered with "
+                "the old one. Keep betas[0] (a scheduler that cycles momentum must be told cycle_momentum=False), "
+                "or start a new ALTO"
+            )
+        return hyper
+
+    def _collect(
+        self, plan: StepPlan, hypers: Sequence[Hyperparameters]
+    ) -> tuple[dict[torch.device, list[Piece]], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Flat pieces to work on, by device, and copies of parameters that have no flat view.
+
+        Every gradient is checked before the first state is touched.
+        """
+        ready: list[tuple[Entry, int, torch.Tensor]] = []
+        for g, entries in enumerate(plan.groups):
+            for entry in entries:
+                if entry.tensor.grad is not None:
+                    ready.append((entry, g, _checked_gradient(entry.tensor, entry.tensor.grad)))
+
+        pieces: dict[torch.device, list[Piece]] = {}
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        coefficients: dict[tuple[int, int], Coefficients] = {}
+        for entry, g, grad in ready:
+            param, group, hyper = entry.tensor, self.param_groups[g], hypers[g]
+            state = self._state_of(param, group, hyper)
+            state[states.STEP] += 1
+            k = int(state[states.STEP])
+            if (g, k) not in coefficients:
+                coefficients[g, k] = Coefficients.at_step(hyper, k)
+
+            theta = states.in_memory_order(param, param)
+            flat = theta.reshape(-1)
+            if not theta.is_contiguous():
+                staged.append((theta, flat))
+            m, v, u = (
+                states.in_memory_order(state[key], param).view(-1) if key in state else None for key in self.state_keys
+            )
+            pieces.setdefault(flat.device, []).append(
+                Piece(
+                    param=flat,
+                    grad=states.in_memory_order(grad, param).reshape(-1),
+                    exp_avg=cast(torch.Tensor, m),
+                    exp_avg_sq=cast(torch.Tensor, v),
+                    grad_ema=u,
+                    spans=entry.spans(self._ratio_for(group, hyper)),
+                    coefficients=coefficients[g, k],
+                )
+            )
+        return pieces, staged
+
+    def _step_sizes(
+        self, plan: StepPlan, hypers: Sequence[Hyperparameters], partial: Mapping[torch.device, torch.Tensor]
+    ) -> torch.Tensor:
+        """lr times the layer-wise ratio of each slot."""
+        if all(hyper.layerwise == "none" for hyper in hypers):
+            return torch.empty(0)
+        sums = plan.norms.complete(partial)
+        theta_norm, r_norm = sums.sqrt()
+        step_sizes = torch.empty_like(theta_norm)
+        for hyper, slots in zip(hypers, plan.group_slots, strict=True):
+            index = slots.on(sums.device)
+            ratio = trust_ratio(theta_norm[index], r_norm[index], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
+            step_sizes[index] = ratio * hyper.lr
+        return step_sizes
+
+    # -- state --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def initialize_state(self) -> None:
+        """Allocate the states of all parameters now. Engines that save or link state early need it."""
+        for group in self.param_groups:
+            hyper = self._checked(group)
+            for param in group["params"]:
+                self._state_of(param, group, hyper)
+
+    def _state_of(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyperparameters) -> dict[str, Any]:
+        """A parameter's states, allocated on first use.
+
+        grad_ema comes with the first alpha that is not 0 (from zero, as at step 1) and then stays up to
+        date, so that alpha may change at any time.
+        """
+        state: dict[str, Any] = self.state[param]
+        if states.STEP not in state:
+            state[states.STEP] = states.new_step()
+        for key in (states.EXP_AVG, states.EXP_AVG_SQ):
+            if key not in state:
+                state[key] = states.new_state(param)
+        if hyper.alpha != 0 and states.GRAD_EMA not in state:
+            state[states.GRAD_EMA] = states.new_state(param)
+        if states.GRAD_EMA in state:
+            group.setdefault(GRAD_EMA_BETA1, hyper.betas[0])
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, all of it or nothing.
+
+        A checkpoint that lacks a state, or whose tensors do not fit, is refused before anything changes.
+        Hyperparameters come from the checkpoint, as in ``torch.optim``.
+        """
+        states.load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys)
+
+    def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        states.check_group_sizes(state_dict, self.param_groups)
+        for g, group in enumerate(state_dict["param_groups"]):
+            missing = [name for name in HYPERPARAMETER_NAMES if name not in group]
+            if missing:
+                raise ValueError(
+                    f"group {g} of the checkpoint has no {', '.join(map(repr, missing))}: it was not saved by ALTO. "
+                    "Load it into the optimizer that saved it"
+                )
+        hypers = [Hyperparameters.from_group(group) for group in state_dict["param_groups"]]
+        for g, i, param, saved in states.saved_tensors(state_dict, self.param_groups):
+            if saved is not None:
+                needed = [states.STEP, *self.state_keys]
+                if hypers[g].alpha == 0 and states.GRAD_EMA not in saved:
+                    needed.remove(states.GRAD_EMA)
+                advice = "a resumed run would differ from the saved one. Save again with ALTO.state_dict()"
+                states.check_saved_state(g, i, param, saved, needed, advice)
+
+    def __getstate__(self) -> dict[str, Any]:
+        lost = self._layouts_lost or bool(self._layouts) or bool(self._joined)
+        return {**super().__getstate__(), "_kernel": self._kernel, "_layouts_lost": lost}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called by unpickling and copying with all of __getstate__, and by load_state_dict with the
+        # states and groups alone.
+        if "_layouts" not in self.__dict__:
+            self._use_layouts({}, ())
+        super().__setstate__(state)
+        self._plans.clear()
+
+
+def _checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a gradient, or an error if ALTO cannot use it."""
+    refuse_unsupported_gradient("ALTO", grad)
+    if getattr(param, "_fsdp_flattened", False):
+        raise UnsupportedTensor(
+            "this parameter belongs to FullyShardedDataParallel (FSDP1), whose shards do not say which part of "
+            "which parameter they are; use torch.distributed.fsdp.fully_shard (FSDP2), with which ALTO is exact"
+        )
+    piece = local(like_parameter(param, grad))
+    if piece.shape != local(param).shape:
+        raise ValueError(f"a gradient of shape {tuple(piece.shape)} for a parameter of {tuple(local(param).shape)}")
+    return piece

@@ -1,0 +1,107 @@
+"""Norms of whole logical parameters from the sums of squares of their pieces.
+
+All parameters of a step share one small table, ``sums[2, slots]``: |theta|^2 in row 0, |r|^2 in row 1.
+Each distinct process group costs one all-reduce of the columns whose pieces lie over it, however many
+parameters there are. Nothing is read back by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from .layout import LogicalParameter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def sums_dtype(device: torch.device) -> torch.dtype:
+    """float64, so that neither 1e8 elements nor the cut into pieces cost digits (MPS has none)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class SlotIndex:
+    """Some columns of the table, as an index that is copied to a device once and then stays there."""
+
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._slots = sorted(set(slots))
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._on_device:
+            self._on_device[device] = torch.tensor(self._slots, dtype=torch.long, device=device)
+        return self._on_device[device]
+
+
+class NormTable:
+    """A slot for each logical parameter, and the all-reduces that complete their sums.
+
+    Every rank of a process group must build the table from the same parameters of that group (a rank
+    without a piece included). Slots are in the order of names, and groups in the order in which that
+    brings them up, so all ranks run the same collectives in the same order.
+    """
+
+    def __init__(self, parameters: Iterable[LogicalParameter]) -> None:
+        by_name: dict[str, LogicalParameter] = {}
+        for parameter in parameters:
+            known = by_name.setdefault(parameter.name, parameter)
+            if known.shape != parameter.shape or known.groups != parameter.groups:
+                raise ValueError(
+                    f"two layouts disagree on the parameter {parameter.name!r}: shapes {known.shape} and "
+                    f"{parameter.shape}, {len(known.groups)} and {len(parameter.groups)} process groups"
+                )
+        self.slots: dict[str, int] = {name: slot for slot, name in enumerate(sorted(by_name))}
+
+        columns: dict[ProcessGroup, list[int]] = {}
+        for name, slot in self.slots.items():
+            for group in by_name[name].groups:
+                if group.size() > 1:
+                    columns.setdefault(group, []).append(slot)
+        self._reductions = [(group, SlotIndex(slots)) for group, slots in columns.items()]
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(2, len(self.slots), dtype=sums_dtype(device), device=device)
+
+    @property
+    def collectives(self) -> int:
+        """All-reduces that :meth:`complete` runs."""
+        return len(self._reductions)
+
+    def complete(self, partial: Mapping[torch.device, torch.Tensor]) -> torch.Tensor:
+        """The sums over this rank's devices and over every process group."""
+        tables = list(partial.values()) or [self.zeros(torch.device("cpu"))]
+        # An accelerator, if there is one, receives the others' few bytes rather than waiting for the host.
+        tables.sort(key=lambda table: table.device.type == "cpu")
+        sums = tables[0]
+        for other in tables[1:]:
+            sums += other.to(sums.device, sums.dtype)
+        for group, slots in self._reductions:
+            if len(slots) == len(self.slots):
+                sums = _all_reduce(sums, group)
+            else:
+                index = slots.on(sums.device)
+                sums[:, index] = _all_reduce(sums[:, index], group)
+        return sums
+
+
+def _all_reduce(table: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """The sum of ``table`` over ``group``, back on the table's device.
+
+    With parameters offloaded to the CPU the table is there too, while NCCL only speaks of GPU memory:
+    then it makes the trip, as the offloading engines' own norms do.
+    """
+    import torch.distributed as dist
+
+    device_types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    if table.device.type in device_types:
+        dist.all_reduce(table, group=group)
+        return table
+    there = table.to(torch.device(device_types[0], torch.accelerator.current_device_index()))
+    dist.all_reduce(there, group=group)
+    return there.to(table.device)

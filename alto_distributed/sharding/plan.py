@@ -1,0 +1,82 @@
+"""StepPlan: what one call of ``step()`` walks over, worked out once and kept while the tensors stay.
+
+Engines call ``step()`` with a different set of tensors each time (DeepSpeed steps one parameter group,
+or one sub-group, after the other), so there is one plan for each set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..update.pieces import NO_RATIO, Span
+from . import dtensor
+from .layout import LogicalParameter, ShardLayout
+from .norms import NormTable, SlotIndex
+
+
+class Entry:
+    """One tensor of a parameter group, with its layout and the slots of its segments."""
+
+    def __init__(self, tensor: torch.Tensor, layout: ShardLayout, slots: Mapping[str, int]) -> None:
+        self.tensor = tensor
+        self.layout = layout
+        self._slot_of = slots
+        self._spans: dict[str, tuple[Span, ...]] = {}
+
+    def spans(self, ratio_for: str) -> tuple[Span, ...]:
+        """Spans to work on; ``ratio_for`` says which get a ratio: "every", "matrices" or "no" segment."""
+        if ratio_for not in self._spans:
+            self._spans[ratio_for] = self._merge(ratio_for)
+        return self._spans[ratio_for]
+
+    def _merge(self, ratio_for: str) -> tuple[Span, ...]:
+        spans: list[Span] = []
+        for segment in sorted(self.layout.segments, key=lambda s: s.start):
+            if segment.length == 0:
+                continue
+            has_ratio = ratio_for == "every" or (ratio_for == "matrices" and len(segment.parameter.shape) >= 2)
+            slot = self._slot_of[segment.parameter.name] if has_ratio else NO_RATIO
+            stop = segment.start + segment.length
+            if spans and spans[-1].slot == slot and spans[-1].stop == segment.start:
+                spans[-1] = spans[-1]._replace(stop=stop)
+            else:
+                spans.append(Span(segment.start, stop, slot))
+        return tuple(spans)
+
+
+class StepPlan:
+    """The entries of each parameter group and the table of their norms."""
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        layouts: Mapping[torch.Tensor, ShardLayout],
+        joined: Sequence[LogicalParameter],
+    ) -> None:
+        resolved: list[list[tuple[torch.Tensor, ShardLayout]]] = []
+        for g, group in enumerate(groups):
+            names = group.get("param_names") or [""] * len(group["params"])
+            resolved.append(
+                [
+                    # The position makes the name unique and the same on every rank.
+                    (tensor, layouts.get(tensor) or _own_layout(tensor, f"{g:04d}.{i:06d} {name}".rstrip()))
+                    for i, (tensor, name) in enumerate(zip(group["params"], names, strict=True))
+                ]
+            )
+        everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
+        self.norms = NormTable([*everything, *joined])
+        self.groups = [[Entry(p, layout, self.norms.slots) for p, layout in group] for group in resolved]
+        self.group_slots = [
+            SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
+            for group in resolved
+        ]
+
+
+def _own_layout(tensor: torch.Tensor, name: str) -> ShardLayout:
+    """The layout of a tensor that nobody described: a DTensor knows its own, another is whole."""
+    if dtensor.is_dtensor(tensor):
+        return dtensor.layout_of(tensor, name)
+    return ShardLayout.whole(LogicalParameter(name, tuple(tensor.shape)), tensor.numel())

@@ -1,0 +1,49 @@
+"""The update rule: pure functions on flat tensors, in two phases with the norms between them.
+
+A kernel is a module with two functions::
+
+    phase_one(pieces, sums)         updates grad_ema, exp_avg and exp_avg_sq in place and adds |theta|^2
+                                    and |r|^2 of every span to sums[0, slot] and sums[1, slot]
+    phase_two(pieces, step_sizes)   recomputes r and does theta -= step_sizes[slot] * r
+
+Between the two, and outside of this folder, the sums become norms of whole logical parameters
+(``sharding.norms``) and the norms become step sizes (:func:`reference.trust_ratio`). A kernel gets all
+pieces of one device at once, so that it may serve many of them with one launch; ``sums`` and
+``step_sizes`` live on that device and are never read by the host.
+
+``reference`` is the definition, written to be read beside the paper. The others must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+
+from . import chunked, reference
+from .pieces import Coefficients, Piece, Span
+
+__all__ = ["KERNELS", "Coefficients", "Kernel", "Piece", "Span", "kernel_for"]
+
+KERNELS = ("auto", "torch", "reference")
+
+
+class Kernel(Protocol):
+    """What ``reference``, ``chunked`` and every later kernel provide."""
+
+    def phase_one(self, pieces: Sequence[Piece], sums: torch.Tensor) -> None: ...
+
+    def phase_two(self, pieces: Sequence[Piece], step_sizes: torch.Tensor) -> None: ...
+
+
+def check_kernel(name: str) -> str:
+    if name not in KERNELS:
+        raise ValueError(f"kernel={name!r} is not one of {', '.join(map(repr, KERNELS))}")
+    return name
+
+
+def kernel_for(name: str, device: torch.device) -> Kernel:
+    """The kernel that serves ``device`` under the user's choice ``name``."""
+    del device  # one kernel serves every device until the C and Triton ones arrive
+    return cast(Kernel, reference if check_kernel(name) == "reference" else chunked)

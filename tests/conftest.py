@@ -1,0 +1,20 @@
+"""Settings every test needs, set before torch is imported."""
+
+import os
+
+# bf16 matrix products die with SIGILL on hosts that advertise AMX without letting it be used.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import pytest
+import torch
+from hypothesis import settings
+
+# One launch of processes may serve many examples, so a single one may be slow; CI runs are repeatable.
+settings.register_profile("alto", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("alto")
+
+
+@pytest.fixture(autouse=True)
+def _same_seed_for_every_test():
+    torch.manual_seed(1234)

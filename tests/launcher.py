@@ -1,0 +1,93 @@
+"""Run many cases over real process groups with one launch of ranks.
+
+Starting ranks costs seconds, so a module of cases (functions named ``case_*`` in tests/ranks) is started
+once per world size, under torchrun, and every case becomes a pytest test of its own that looks up how it
+went. Each rank notes the outcome of each case in a file of its own; a case has passed when all of them
+say so. A rank that fails stops the launch at once (the others would wait for it in a collective), and
+the cases after it count as failed too.
+
+    python -m tests.launcher MODULE DIRECTORY      is what every rank runs
+"""
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def worlds(*sizes):
+    """Mark a case for some world sizes."""
+
+    def mark(case):
+        case.worlds = sizes
+        return case
+
+    return mark
+
+
+def cases_of(module, world):
+    members = vars(importlib.import_module(module)).items()
+    return [name for name, f in members if name.startswith("case_") and world in getattr(f, "worlds", ())]
+
+
+@functools.cache
+def launch(module, world, directory, timeout=600):
+    """Start the ranks once; returns {case: None or what went wrong}."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command += ["-m", "tests.launcher", module, str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=timeout)
+    log = done.stdout + done.stderr
+    outcomes = [_read(directory, module, world, rank) for rank in range(world)]
+    return {case: _verdict(case, outcomes, log) for case in cases_of(module, world)}
+
+
+def _verdict(case, outcomes, log):
+    failed = [f"rank {rank}:\n{notes[case]}" for rank, notes in enumerate(outcomes) if notes.get(case)]
+    if failed:
+        return "\n".join(failed)
+    absent = [rank for rank, notes in enumerate(outcomes) if case not in notes]
+    return f"ranks {absent} never finished it; end of the log:\n{log[-4000:]}" if absent else None
+
+
+def _notes(directory, module, world, rank):
+    return Path(directory) / f"{module}.{world}.{rank}.jsonl"
+
+
+def _read(directory, module, world, rank):
+    path = _notes(directory, module, world, rank)
+    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+
+
+def _rank_main(module, directory):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with _notes(directory, module, world, rank).open("w") as notes:
+        for name in cases_of(module, world):
+            case = getattr(importlib.import_module(module), name)
+            torch.manual_seed(1234)
+            problem = None
+            try:
+                case(**({"directory": Path(directory)} if "directory" in inspect.signature(case).parameters else {}))
+            except BaseException:
+                problem = traceback.format_exc()
+            notes.write(json.dumps([name, problem]) + "\n")
+            notes.flush()
+            if problem:
+                os._exit(1)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank_main(*sys.argv[1:])
