@@ -57,7 +57,7 @@ class E(Optimizer):
         # Optimizer.__init__ would copy groups that must stay shared; its other half sets up the hooks.
         super().__setstate__({})
         for group in self.param_groups:
-            self._complete(group)
+            group.update(self._completed(group))
 
     # The base optimizer replaces these two objects when it loads a state_dict: never hold on to them.
 
@@ -86,13 +86,12 @@ class E(Optimizer):
         self.base.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.base.add_param_group(param_group)
-        self._complete(self.base.param_groups[-1])
+        self.base.add_param_group(self._completed(param_group))
 
-    def _complete(self, group: dict[str, Any]) -> None:
-        for key, value in self._own_defaults.items():
-            group.setdefault(key, value)
-        _checked(group)
+    def _completed(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        complete = {**self._own_defaults, **group}
+        _checked(complete)
+        return complete
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
@@ -216,12 +215,12 @@ class E(Optimizer):
         return f"E({self.base!r})"
 
 
-def _checked(group: dict[str, Any]) -> tuple[float, float]:
+def _checked(group: Mapping[str, Any]) -> tuple[float, float]:
     """A group's alpha and beta1, or an error if they are out of range or beta1 has changed."""
     beta1 = check_beta(BETA1, group[BETA1])
     if group.get(GATHERED_WITH, beta1) != beta1:
         raise ValueError(
             f"{BETA1} was changed from {group[GATHERED_WITH]} to {beta1} in mid-run: grad_ema was gathered with the "
-            "old one. Keep it, or adapt the base optimizer anew"
+            "old one. Keep it, or start with a new base optimizer"
         )
     return check_alpha(group[ALPHA], beta1), beta1

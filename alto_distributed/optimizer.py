@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from . import state as states
-from .config import HYPERPARAMETER_NAMES, Hyperparameters, refuse_near_misses, refuse_unknown
+from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_betas, refuse_near_misses, refuse_unknown
 from .errors import UnsupportedTensor, refuse_unsupported_gradient
 from .sharding.dtensor import is_dtensor, like_parameter, local
 from .sharding.layout import LogicalParameter, ShardLayout
@@ -183,15 +183,15 @@ class ALTO(Optimizer):
 
     def _checked(self, group: dict[str, Any]) -> Hyperparameters:
         """A group's hyperparameters, checked again: schedulers and users change them between steps."""
-        hyper = Hyperparameters.from_group(group)
-        gathered_with = group.get(GRAD_EMA_BETA1, hyper.betas[0])
-        if gathered_with != hyper.betas[0]:
+        beta1 = check_betas(group["betas"])[0]
+        gathered_with = group.get(GRAD_EMA_BETA1, beta1)
+        if gathered_with != beta1:
             raise ValueError(
-                f"beta1 was changed from {gathered_with} to {hyper.betas[0]} in mid-run: grad_ema was gathered with "
-                "the old one. Keep betas[0] (a scheduler that cycles momentum must be told cycle_momentum=False), "
-                "or start a new ALTO"
+                f"beta1 was changed from {gathered_with} to {beta1} in mid-run: grad_ema was gathered with the old "
+                "one. Keep betas[0] (a scheduler that cycles momentum must be told cycle_momentum=False), or start "
+                "a new ALTO"
             )
-        return hyper
+        return Hyperparameters.from_group(group)
 
     def _collect(
         self, plan: StepPlan, hypers: Sequence[Hyperparameters]

@@ -93,7 +93,8 @@ class ShardLayout:
             size = torch.Size(parameter.shape).numel()
             running = begin + size
             low, high = max(begin, offset), min(running, offset + numel)
-            segments.append(Segment(parameter, max(low - offset, 0), max(high - low, 0)))
+            held = low < high
+            segments.append(Segment(parameter, low - offset if held else 0, high - low if held else 0))
         return cls(numel, segments)
 
     def __repr__(self) -> str:
