@@ -237,7 +237,26 @@ def test_load_state_dict_keeps_layouts_of_the_same_tensors():
     assert torch.equal(p, after)
 
 
-def test_hooks_and_gradscaler_protocol():
+def test_a_step_skipped_for_overflow_changes_nothing():
+    """torch's own loss scaler: an infinite gradient skips the step, and not even k moves."""
+    model = network()
+    optimizer = ALTO(param_groups(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for overflow in (False, True, False):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        if overflow:
+            model[0].weight.grad[0, 0] = torch.inf
+        before = [t.clone() for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+        scaler.step(optimizer)
+        scaler.update()
+        after = [t.clone() for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        assert same == overflow
+    assert optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_hooks():
     model = network()
     optimizer = ALTO(model.parameters())
     seen = []

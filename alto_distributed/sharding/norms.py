@@ -102,6 +102,6 @@ def _all_reduce(table: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     if table.device.type in device_types:
         dist.all_reduce(table, group=group)
         return table
-    there = table.to(torch.device(device_types[0], torch.accelerator.current_device_index()))
+    there = table.to(device_types[0])  # the current device of that type, as the group's own collectives use
     dist.all_reduce(there, group=group)
     return there.to(table.device)

@@ -14,8 +14,9 @@ import torch
 
 from .pieces import NO_RATIO, Coefficients, Piece
 
-# Three float32 and one float64 buffer beside five operands: about 1 MiB a core, near a CPU's L2.
-CPU_CHUNK = 1 << 15
+# Buffers of 5 MiB beside 5 MiB of operands stay in a CPU's last-level cache. Much smaller chunks are slower:
+# torch splits an operation over threads only from 32K elements on, and each costs microseconds to start.
+CPU_CHUNK = 1 << 18
 # On an accelerator a launch must be long enough to hide its own cost; 24 MiB of buffers at most.
 ACCELERATOR_CHUNK = 1 << 20
 

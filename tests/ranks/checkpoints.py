@@ -4,11 +4,13 @@ tests/test_ranks.py starts world 4 first; it leaves the checkpoint and, beside i
 run ends.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -64,6 +66,24 @@ def case_load_and_continue(directory):
             torch.testing.assert_close(full(p), expected[key], **tolerance)
             if name != "lamb":
                 torch.testing.assert_close(full(optimizer.state[p]["grad_ema"]), averages[key], **tolerance)
+
+
+@worlds(2)
+def case_flattened_and_full_state_dicts():
+    """The other two forms that torch.distributed.checkpoint offers."""
+    for options in (StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)):
+        model, optimizer = fresh("alto")
+        train(model, optimizer, sliced=True, steps=2)
+        # A copy: like torch's own optimizers, ALTO takes loaded tensors as they are where they fit.
+        weights, states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        if options.full_state_dict:  # only rank 0 has it; the others receive their pieces on loading
+            options.broadcast_from_rank0 = True
+        again, fresh_optimizer = fresh("alto")
+        set_state_dict(again, fresh_optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
+        for m, o in ((model, optimizer), (again, fresh_optimizer)):
+            train(m, o, sliced=True, steps=2)
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            torch.testing.assert_close(full(p), full(q), rtol=0, atol=0)
 
 
 @worlds(4)

@@ -1,0 +1,82 @@
+"""Promises about the repository itself: the README's commands, what importing needs, where imports stand."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "alto_distributed"
+MODULES = sorted(PACKAGE.glob("**/*.py"))
+
+
+def command(mark):
+    """The one line of the README's shell blocks that ends in ``# mark``."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (line,) = [line for block in blocks for line in block.splitlines() if line.rstrip().endswith(f"# {mark}")]
+    return line.split("#")[0].split()
+
+
+def test_the_readme_has_its_two_commands_and_ci_runs_the_second():
+    for mark in ("run", "test"):
+        shell, script = command(mark)
+        assert shell == "bash"
+        assert (ROOT / script).exists()
+    assert " ".join(command("test")) in (ROOT / ".ci/run").read_text()
+
+
+def test_the_run_command_has_a_dry_run():
+    environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable}
+    done = subprocess.run(command("run"), cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "--nproc-per-node 2 scripts/pretrain_tiny.py" in done.stdout
+
+
+def test_the_tiny_gpt_learns_on_two_ranks():
+    """A short form of the README's main job, through the same script."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    small = ["--steps", "40", "--width", "32", "--layers", "1", "--length", "32", "--megabytes", "0.5", "--lr", "0.05"]
+    script = [str(ROOT / "scripts/pretrain_tiny.py"), *small]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch + script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.search(r"validation ([\d.]+) -> ([\d.]+)", done.stdout).groups())
+    assert first > 5.0
+    assert last < 3.5
+
+
+def test_importing_needs_torch_alone():
+    others = ["deepspeed", "megatron", "mpi4py", "triton", "transformers", "tokenizers", "apex", "ALTO", "E"]
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({others}))"
+    use = "from alto_distributed import ALTO, E, param_groups, recipe"
+    heavy = "sys.exit('torch.distributed.tensor' in sys.modules and 'DTensor was imported in vain')"
+    subprocess.run([sys.executable, "-c", f"{blocked}; {use}; {heavy}"], cwd=ROOT, check=True)
+
+
+def test_the_only_dependency_is_torch_and_nobody_lists_apex():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [re.split(r"[^\w-]", d)[0] for d in project["dependencies"]] == ["torch"]
+    extras = project["optional-dependencies"]
+    assert {"deepspeed", "megatron", "mpi", "gpu", "pretrain", "dev"} <= set(extras)
+    pinned = (ROOT / "constraints.txt").read_text()
+    listed = [requirement for extra in extras.values() for requirement in extra]
+    assert not re.search(r"^apex", "\n".join([pinned, *listed]), re.M)
+    assert "torch==2.13.0" in pinned
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_each_module_keeps_to_its_room(path):
+    tree = ast.parse(path.read_text())
+    room = path.relative_to(PACKAGE).parts[0]
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Assert), f"line {node.lineno}: an assert vanishes under python -O"
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module]
+        for name in names:
+            framework = name.split(".")[0]
+            assert framework not in ("deepspeed", "megatron") or framework == room, f"{name} outside its folder"
