@@ -8,6 +8,7 @@ from .adaptor import E
 from .config import Hyperparameters, recipe
 from .groups import param_groups
 from .optimizer import ALTO
+from .registration import register
 from .sharding import LogicalParameter, Segment, ShardLayout
 
 __version__ = "0.1.0"
@@ -21,4 +22,5 @@ __all__ = [
     "ShardLayout",
     "param_groups",
     "recipe",
+    "register",
 ]

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from . import state as states
 from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_betas, refuse_near_misses, refuse_unknown
 from .errors import UnsupportedTensor, refuse_unsupported_gradient
+from .registration import register_loaded
 from .sharding.dtensor import is_dtensor, like_parameter, local
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import Entry, StepPlan
@@ -77,6 +78,7 @@ class ALTO(Optimizer):
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
         self._warn_if_no_ratio()
+        register_loaded()
 
     # -- parameter groups and layouts ---------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 Starting ranks costs seconds, so a module of cases (functions named ``case_*`` in tests/ranks) is started
 once per world size, under torchrun, and every case becomes a pytest test of its own that looks up how it
 went. Each rank notes the outcome of each case in a file of its own; a case has passed when all of them
-say so. A rank that fails stops the launch at once (the others would wait for it in a collective), and
-the cases after it count as failed too.
+say so. If some ranks fail and others do not come out of a case (they wait in a collective), the launch is
+stopped, and the cases after it count as failed too.
 
     python -m tests.launcher MODULE DIRECTORY      is what every rank runs
 """
@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -42,7 +43,14 @@ def launch(module, world, directory, timeout=600):
     """Start the ranks once; returns {case: None or what went wrong}."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     command += ["-m", "tests.launcher", module, str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        # DeepSpeed compiles its shared-memory collectives on first use, with the ninja beside our python.
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions")),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=timeout)
     log = done.stdout + done.stderr
     outcomes = [_read(directory, module, world, rank) for rank in range(world)]
@@ -66,6 +74,20 @@ def _read(directory, module, world, rank):
     return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
 
 
+def _all_through(case, world, patience=20):
+    """Whether every rank has come out of ``case``, well or not. If one fails alone, the others never will."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, deadline = _get_default_store(), None
+    store.add(case, 1)
+    while store.add(case, 0) < world:
+        deadline = deadline or time.monotonic() + patience
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def _rank_main(module, directory):
     import torch
     import torch.distributed as dist
@@ -83,9 +105,8 @@ def _rank_main(module, directory):
                 problem = traceback.format_exc()
             notes.write(json.dumps([name, problem]) + "\n")
             notes.flush()
-            if problem:
+            if not _all_through(name, world):
                 os._exit(1)
-            dist.barrier()
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import pytest
 from .launcher import cases_of, launch
 
 SHARDED, CHECKPOINTS, PROPERTY = "tests.ranks.sharded", "tests.ranks.checkpoints", "tests.ranks.property"
+ZERO = "tests.ranks.zero"
 
 
 def every_case(module, *world_sizes):
@@ -41,3 +42,8 @@ def test_checkpoints(world, case, directory):
 @pytest.mark.parametrize(("world", "case"), every_case(PROPERTY, 8))
 def test_any_cut(world, case, directory):
     check(PROPERTY, world, case, directory)
+
+
+@pytest.mark.parametrize(("world", "case"), every_case(ZERO, 1, 2, 4))
+def test_deepspeed(world, case, directory):
+    check(ZERO, world, case, directory)

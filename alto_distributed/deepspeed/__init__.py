@@ -1,0 +1,12 @@
+"""DeepSpeed: ``"optimizer": {"type": "ALTO"}`` in the JSON, exact in every ZeRO stage.
+
+Importing this module registers ALTO, EAdamW and ESGD (any letter case) with DeepSpeed, once. A client-built
+``ALTO`` passed to ``deepspeed.initialize`` is served as well. Other optimizers are not touched.
+"""
+
+from .build import ESGD
+from .register import register
+
+__all__ = ["ESGD", "register"]
+
+register()

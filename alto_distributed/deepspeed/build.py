@@ -1,0 +1,76 @@
+"""From the JSON's ``optimizer`` entry to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..adaptor import E
+from ..config import refuse_unknown
+from ..optimizer import ALTO
+
+_SGD_NAMES = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+
+
+class ESGD(E):
+    """SGD with the adapted gradient. It is elementwise, so any shard of it is exact.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        alpha: weight of the acceleration.
+        beta1: decay of the acceleration.
+        **sgd: ``momentum``, ``dampening``, ``weight_decay`` and ``nesterov`` of ``torch.optim.SGD``.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, alpha: float = -5.0, beta1: float = 0.99, **sgd: Any
+    ) -> None:
+        known = (*_SGD_NAMES, "alpha", "beta1")
+        refuse_unknown((name for name in sgd if name not in known), known)
+        super().__init__(torch.optim.SGD(params, lr=lr, **sgd), alpha, beta1)
+
+
+def _alto(params: Any, **options: Any) -> ALTO:
+    return ALTO(params, **options)
+
+
+def _eadamw(params: Any, **options: Any) -> ALTO:
+    if options.setdefault("layerwise", "none") != "none":
+        raise ValueError('EAdamW is ALTO with layerwise="none"; for another setting use "type": "ALTO"')
+    return ALTO(params, **options)
+
+
+#: Lower-case name in the JSON -> what builds it.
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"alto": _alto, "eadamw": _eadamw, "esgd": ESGD}
+
+#: Types that an engine hands flat shards to, and that this folder makes exact.
+OPTIMIZERS = (ALTO, ESGD)
+
+
+def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer that the JSON names, or a ValueError that names what is wrong with it."""
+    if "max_grad_norm" in options:
+        raise ValueError(
+            f'"max_grad_norm" is not a parameter of {name}: set "gradient_clipping" at the top of the DeepSpeed config'
+        )
+    return BUILDERS[name](params, **options)
+
+
+def split_bare_parameters(parameters: list[Any]) -> list[Any]:
+    """Bare parameters into a decayed group and an undecayed one (fewer than two dimensions); groups as they are.
+
+    Under ``zero.Init`` a parameter hides its shape, and ``ds_shape`` has it.
+    """
+    if any(isinstance(p, dict) for p in parameters):
+        return parameters
+    trainable = [p for p in parameters if p.requires_grad]
+    decayed = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) >= 2]
+    undecayed = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "name": "decayed"},
+        {"params": undecayed, "name": "undecayed", "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

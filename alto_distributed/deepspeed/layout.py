@@ -1,0 +1,117 @@
+"""What the tensors of each DeepSpeed wrapper are made of.
+
+A wrapper replaces the optimizer's parameters by tensors of its own; each has its own way back to the
+model's parameters, in fields that are private to DeepSpeed, which is why the version is checked.
+
+    wrapper                          the optimizer's tensor is                    made of
+    none (fp32, stage 0)             the parameter itself
+    FP16_UnfusedOptimizer (stage 0)  a float32 clone of each parameter            fp16_groups
+    BF16_Optimizer                   a slice of each flat group                   bf16_groups, end to end
+    DeepSpeedZeroOptimizer (1, 2)    a slice of each flat group                   round_robin_bit16_groups, _offsets
+    DeepSpeedZeroOptimizer_Stage3    this rank's pieces of a sub-group's params   fp16_groups, partition_numel()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ..sharding import LogicalParameter, Segment, ShardLayout
+
+
+class LayoutBuilder:
+    """Builds the layouts of one engine, once its wrapper exists."""
+
+    def __init__(self, engine: Any) -> None:
+        self.wrapper = engine.optimizer
+        self.basic = engine.basic_optimizer
+        self.names: dict[torch.Tensor, str] = engine.param_names
+        self.tensor_parallel_group = _tensor_parallel_group(engine.mpu)
+
+    def build(self) -> dict[torch.Tensor, ShardLayout]:
+        builders = {
+            type(self.basic): self._unwrapped,
+            FP16_UnfusedOptimizer: self._clones,
+            BF16_Optimizer: self._bf16_partitions,
+            DeepSpeedZeroOptimizer: self._zero_partitions,
+            DeepSpeedZeroOptimizer_Stage3: self._zero3_partitions,
+        }
+        build = builders.get(type(self.wrapper))
+        if build is None:
+            raise ValueError(
+                f"ALTO does not know how DeepSpeed's {type(self.wrapper).__name__} shards parameters. It works with "
+                "ZeRO stages 0 to 3 and BF16_Optimizer: turn off the feature that brings this wrapper in"
+            )
+        return dict(build())
+
+    def _logical(self, param: torch.Tensor, *shard_groups: Any) -> LogicalParameter:
+        """The whole parameter: its pieces lie over ``shard_groups`` and, if it is model-parallel, over TP."""
+        groups = list(shard_groups)
+        if self.tensor_parallel_group is not None and is_model_parallel_parameter(param):
+            groups.append(self.tensor_parallel_group)
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        return LogicalParameter(self.names.get(param, f"unnamed {id(param)}"), shape, tuple(groups))
+
+    def _unwrapped(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
+        for group in self.basic.param_groups:
+            for p in group["params"]:
+                if p.is_contiguous():
+                    yield p, ShardLayout.whole(self._logical(p), p.numel())
+
+    def _clones(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
+        for params, clones in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
+            for p, clone in zip(params, clones, strict=True):
+                if clone.is_contiguous():
+                    yield clone, ShardLayout.whole(self._logical(p), clone.numel())
+
+    def _bf16_partitions(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
+        w = self.wrapper
+        for params, flat, group in zip(
+            w.bf16_groups, w.fp32_groups_flat_partition, w.real_dp_process_group, strict=True
+        ):
+            whole = [self._logical(p, group) for p in params]
+            yield flat, ShardLayout.of_flat_shard(whole, dist.get_rank(group=group) * flat.numel(), flat.numel())
+
+    def _zero_partitions(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
+        w = self.wrapper
+        for params, starts, flat, group in zip(
+            w.round_robin_bit16_groups,
+            w.round_robin_bit16_offsets,
+            w.single_partition_of_fp32_groups,
+            w.real_dp_process_group,
+            strict=True,
+        ):
+            whole = [self._logical(p, group) for p in params]
+            offset = dist.get_rank(group=group) * flat.numel()
+            yield flat, ShardLayout.of_flat_shard(whole, offset, flat.numel(), starts)
+
+    def _zero3_partitions(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
+        w = self.wrapper
+        for params, flat, group in zip(
+            w.fp16_groups, w.fp32_partitioned_groups_flat, w.sub_group_process_groups, strict=True
+        ):
+            segments, start = [], 0
+            for p in params:
+                piece = p.partition_numel()
+                # The last ranks' pieces are padded, with memory that nobody has initialised.
+                real = max(0, min(piece, p.ds_numel - dist.get_rank(group=group) * piece))
+                segments.append(Segment(self._logical(p, group), start, real))
+                start += piece
+            yield flat, ShardLayout(flat.numel(), segments)
+
+
+def _tensor_parallel_group(mpu: Any) -> Any:
+    """The group over which model-parallel parameters are cut; never one that spans pipeline stages."""
+    for getter in ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"):
+        if mpu is not None and hasattr(mpu, getter):
+            group = getattr(mpu, getter)()
+            return group if group is not None and dist.get_world_size(group=group) > 1 else None
+    return None

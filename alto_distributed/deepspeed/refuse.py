@@ -1,0 +1,46 @@
+"""Combinations that DeepSpeed cannot do right, or that have never run here: refused before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def refuse_unsupported(engine: Any, parameters: list[Any]) -> None:
+    """Raise a ValueError for the first thing in the engine's config that ALTO must not be used with."""
+    for problem in _problems(engine, parameters):
+        raise ValueError(f"ALTO under DeepSpeed: {problem}")
+
+
+def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
+    stage = int(engine.zero_optimization_stage()) if engine.zero_optimization() else 0
+    offload = engine.zero_offload_optimizer()
+    if engine.fp16_enabled() and stage == 0:
+        yield (
+            "fp16 at ZeRO stage 0 does not scale the loss (DeepSpeed does that under ZeRO only), so the update would "
+            'be divided by the loss scale; use "zero_optimization": {"stage": 1} or bf16'
+        )
+    if engine.zenflow:
+        yield "zenflow steps its own CPU Adam instead of the configured optimizer; remove zenflow from the config"
+    if engine.super_offload():
+        yield 'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false'
+    if engine.zero_partial_offload() < 1.0:
+        yield 'offload with "ratio" below 1 needs DeepSpeedCPUAdam as its second optimizer; set "ratio": 1'
+    for name, config in (("offload_optimizer", offload), ("offload_param", engine.zero_offload_param())):
+        if config is not None and str(getattr(config.device, "value", config.device)) == "nvme":
+            yield f'{name} to NVMe swaps Adam\'s two states only; use "device": "cpu"'
+    if engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients():
+        yield "master weights must be float32; remove fp16/bf16_master_weights_and_grads from the config"
+    if engine.bf16_optimizer_states():
+        yield "states are float32; remove bf16_optimizer_states from the config"
+    if engine.torch_autocast_enabled() and str(engine.torch_autocast_dtype()) == "torch.float16":
+        yield (
+            "torch_autocast with float16 skips steps on each rank by itself, and ranks that disagree would hang in the "
+            'norm\'s collective; use "dtype": "bfloat16", or "fp16": {"enabled": true}'
+        )
+    if engine.is_deepcompile_enabled():
+        yield 'DeepCompile has not been tested; set "compile": {"deepcompile": false}'
+    for p in (p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])):
+        shape = getattr(p, "ds_shape", p.shape)
+        if p.requires_grad and stage == 3 and 0 in shape:
+            yield f"a parameter without elements (shape {tuple(shape)}) breaks ZeRO stage 3; remove or freeze it"

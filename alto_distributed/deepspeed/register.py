@@ -1,0 +1,145 @@
+"""Registration: the few places where DeepSpeed has to know about ALTO.
+
+Names go into DeepSpeed's two lists; three methods of its engine are wrapped, and each passes everything
+that is not ours on to the original.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from .. import state as states
+from ..optimizer import ALTO
+from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters
+from .layout import LayoutBuilder
+from .refuse import refuse_unsupported
+
+#: The layouts of flat shards are read from private fields of the ZeRO wrappers, and the hooks sit in
+#: private methods of the engine; both change between releases without notice.
+SUPPORTED_VERSIONS = ("0.19.8",)
+
+
+def register() -> None:
+    """Register with the installed DeepSpeed. Idempotent.
+
+    Raises:
+        ValueError: DeepSpeed is of a version this package was not made for.
+    """
+    version = deepspeed.__version__.split("+")[0]
+    if version not in SUPPORTED_VERSIONS:
+        raise ValueError(
+            f"alto_distributed supports DeepSpeed {', '.join(SUPPORTED_VERSIONS)}, and {deepspeed.__version__} is "
+            "installed. It reads how ZeRO's private buffers are laid out, which changes between releases; "
+            f"pip install deepspeed=={SUPPORTED_VERSIONS[-1]}"
+        )
+    if getattr(DeepSpeedEngine._configure_optimizer, "knows_alto", False):
+        return
+    DEEPSPEED_OPTIMIZERS.extend(BUILDERS)
+    ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS)
+    for wrapper in (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer):
+        _wrap(wrapper)
+
+
+def _wrap(wrapper: Callable[..., Any]) -> None:
+    original = getattr(DeepSpeedEngine, wrapper.__name__)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(functools.partial(original, self), self, *args, **kwargs)
+
+    method.knows_alto = True  # type: ignore[attr-defined]
+    setattr(DeepSpeedEngine, wrapper.__name__, method)
+
+
+def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any, parameters: list[Any]) -> None:
+    if client is None and engine.optimizer_name() in BUILDERS:
+        refuse_unsupported(engine, parameters)
+        original(None, split_bare_parameters(parameters))
+    elif isinstance(client, OPTIMIZERS):
+        _accept_client(engine, client)
+        original(client, parameters)
+    elif client is not None and not isinstance(client, torch.optim.Optimizer):
+
+        def build_and_look(params: Any) -> Any:
+            optimizer = client(params)
+            if isinstance(optimizer, OPTIMIZERS):
+                _accept_client(engine, optimizer)
+            return optimizer
+
+        original(build_and_look, parameters)
+    else:
+        original(client, parameters)
+    if isinstance(engine.basic_optimizer, OPTIMIZERS):
+        _attach(engine)
+
+
+def _accept_client(engine: Any, optimizer: Any) -> None:
+    """A client-built optimizer of ours, treated as if the JSON had named it."""
+    refuse_unsupported(engine, optimizer.param_groups)
+    # DeepSpeed asks clients for its own CPU optimizers under offload; ours steps where its shards are.
+    engine._config.zero_force_ds_cpu_optimizer = False
+
+
+def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parameters: list[Any]) -> Any:
+    if engine.optimizer_name() in BUILDERS:
+        return build(engine.optimizer_name(), parameters, dict(engine.optimizer_params() or {}))
+    return original(parameters)
+
+
+def _configure_fp16_optimizer(original: Callable[..., Any], engine: Any, optimizer: Any, *args: Any) -> Any:
+    if isinstance(optimizer, OPTIMIZERS):
+        with _not_stepping(optimizer):
+            return original(optimizer, *args)
+    return original(optimizer, *args)
+
+
+@contextmanager
+def _not_stepping(optimizer: Any) -> Iterator[None]:
+    """The wrapper of stage 0 steps once with zero gradients to have state allocated: the decay would shrink
+    the weights, and counting would start at 1."""
+    before = optimizer.__dict__.get("step")
+    optimizer.step = lambda *_: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if before is not None:
+            optimizer.step = before
+
+
+def _attach(engine: Any) -> None:
+    """Tell the optimizer what its tensors are, and allocate all of its states.
+
+    ZeRO links parameters to states after the first group's step; a state that is allocated later is
+    never found by ``safe_get_full_optimizer_state`` and the universal checkpoint.
+    """
+    optimizer = engine.basic_optimizer
+    if isinstance(optimizer, ALTO):
+        optimizer.set_layouts(LayoutBuilder(engine).build())
+        sub_groups = getattr(engine.optimizer, "sub_group_to_group_id", None)
+        if sub_groups is None:
+            optimizer.initialize_state()
+        else:  # stage 3 shows the optimizer one sub-group at a time
+            for sub_group, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
+                group = optimizer.param_groups[sub_groups[sub_group]]
+                group["params"] = [flat]
+                optimizer.initialize_state()
+                group["params"] = []
+        optimizer.register_step_post_hook(_count_group_steps)
+
+
+def _count_group_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step count in the group as well: DeepSpeed's elastic checkpoints look for it there."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if states.STEP in optimizer.state.get(param, {}):
+                group[states.STEP] = int(optimizer.state[param][states.STEP])
