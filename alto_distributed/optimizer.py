@@ -21,13 +21,15 @@ from torch.optim import Optimizer
 
 from . import state as states
 from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_betas, refuse_near_misses, refuse_unknown
-from .errors import UnsupportedTensor, refuse_unsupported_gradient
+from .diagnostics import Diagnostics, Reading
+from .errors import UnsupportedTensor
 from .registration import register_loaded
-from .sharding.dtensor import is_dtensor, like_parameter, local
+from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import Entry, StepPlan
 from .update import Coefficients, Piece, check_kernel, kernel_for
 from .update.reference import trust_ratio
+from .work import Work, checked_gradient
 
 # Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds
 # only while it stays, also over a checkpoint.
@@ -51,6 +53,8 @@ class ALTO(Optimizer):
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
         kernel: "auto", "torch" or "reference"; all give the same result.
+        diagnostics_every: measure every parameter's ratio and norms each so many steps, for
+            :meth:`diagnostics`; 0 for never.
 
     States are float32 (float64 for float64 parameters), whatever the parameters' precision. The
     optimizer does not clip: the gradient it gets is the gradient it uses.
@@ -70,11 +74,13 @@ class ALTO(Optimizer):
         layerwise: str = "decayed",
         bias_correction: bool = True,
         kernel: str = "auto",
+        diagnostics_every: int = 0,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, "kernel"))
+        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, "kernel", "diagnostics_every"))
         hyper = Hyperparameters(lr, cast(Any, betas), alpha, cast(Any, eps), weight_decay, layerwise, bias_correction)
         self._kernel = check_kernel(kernel)
+        self._diagnostics = Diagnostics(diagnostics_every)
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
         self._warn_if_no_ratio()
@@ -110,6 +116,8 @@ class ALTO(Optimizer):
                 raise ValueError(f"{layout!r} is of another length than its tensor of {tensor.numel()} elements")
             if not tensor.is_contiguous():
                 raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
+        if joined and self._diagnostics.every:
+            raise ValueError("diagnostics_every needs a tensor on every rank, and this one only joins; set it to 0")
         self._use_layouts(layouts, joined)
 
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
@@ -168,18 +176,23 @@ class ALTO(Optimizer):
 
         plan = self._plan()
         hypers = [self._checked(group) for group in self.param_groups]
-        pieces, staged = self._collect(plan, hypers)
+        work = self._collect(plan, hypers)
+        measured = work.over_every_parameter() if self._diagnostics.due(work.k) else None
+        if measured is not None:
+            self._diagnostics.before(measured, plan.norms)
 
         partial: dict[torch.device, torch.Tensor] = {}
-        for device, on_device in pieces.items():
+        for device, pieces in work.pieces.items():
             partial[device] = plan.norms.zeros(device)
-            kernel_for(self._kernel, device).phase_one(on_device, partial[device])
+            kernel_for(self._kernel, device).phase_one(pieces, partial[device])
 
-        step_sizes = self._step_sizes(plan, hypers, partial)
-        for device, on_device in pieces.items():
-            kernel_for(self._kernel, device).phase_two(on_device, step_sizes.to(device))
+        ratios, step_sizes = self._ratios(plan, hypers, partial)
+        if measured is not None:
+            self._diagnostics.after(measured, plan.norms, plan.labels, ratios)
 
-        for target, flat in staged:
+        for device, pieces in work.pieces.items():
+            kernel_for(self._kernel, device).phase_two(pieces, step_sizes.to(device))
+        for target, flat in work.staged:
             target.copy_(flat.view(target.shape))
         return loss
 
@@ -195,21 +208,15 @@ class ALTO(Optimizer):
             )
         return Hyperparameters.from_group(group)
 
-    def _collect(
-        self, plan: StepPlan, hypers: Sequence[Hyperparameters]
-    ) -> tuple[dict[torch.device, list[Piece]], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Flat pieces to work on, by device, and copies of parameters that have no flat view.
-
-        Every gradient is checked before the first state is touched.
-        """
+    def _collect(self, plan: StepPlan, hypers: Sequence[Hyperparameters]) -> Work:
+        """The flat pieces to work on. Every gradient is checked before the first state is touched."""
         ready: list[tuple[Entry, int, torch.Tensor]] = []
         for g, entries in enumerate(plan.groups):
             for entry in entries:
                 if entry.tensor.grad is not None:
-                    ready.append((entry, g, _checked_gradient(entry.tensor, entry.tensor.grad)))
+                    ready.append((entry, g, checked_gradient(entry.tensor, entry.tensor.grad)))
 
-        pieces: dict[torch.device, list[Piece]] = {}
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        work = Work()
         coefficients: dict[tuple[int, int], Coefficients] = {}
         for entry, g, grad in ready:
             param, group, hyper = entry.tensor, self.param_groups[g], hypers[g]
@@ -222,37 +229,48 @@ class ALTO(Optimizer):
             theta = states.in_memory_order(param, param)
             flat = theta.reshape(-1)
             if not theta.is_contiguous():
-                staged.append((theta, flat))
+                work.staged.append((theta, flat))
             m, v, u = (
                 states.in_memory_order(state[key], param).view(-1) if key in state else None for key in self.state_keys
             )
-            pieces.setdefault(flat.device, []).append(
-                Piece(
-                    param=flat,
-                    grad=states.in_memory_order(grad, param).reshape(-1),
-                    exp_avg=cast(torch.Tensor, m),
-                    exp_avg_sq=cast(torch.Tensor, v),
-                    grad_ema=u,
-                    spans=entry.spans(self._ratio_for(group, hyper)),
-                    coefficients=coefficients[g, k],
-                )
+            piece = Piece(
+                param=flat,
+                grad=states.in_memory_order(grad, param).reshape(-1),
+                exp_avg=cast(torch.Tensor, m),
+                exp_avg_sq=cast(torch.Tensor, v),
+                grad_ema=u,
+                spans=entry.spans(self._ratio_for(group, hyper)),
+                coefficients=coefficients[g, k],
             )
-        return pieces, staged
+            work.add(piece, entry, k)
+        return work
 
-    def _step_sizes(
+    def _ratios(
         self, plan: StepPlan, hypers: Sequence[Hyperparameters], partial: Mapping[torch.device, torch.Tensor]
-    ) -> torch.Tensor:
-        """lr times the layer-wise ratio of each slot."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer-wise ratio of each slot, and lr times that. A slot that nobody summed has ratio 1."""
         if all(hyper.layerwise == "none" for hyper in hypers):
-            return torch.empty(0)
+            ones = torch.ones(len(plan.norms.slots))
+            return ones, ones
         sums = plan.norms.complete(partial)
         theta_norm, r_norm = sums.sqrt()
-        step_sizes = torch.empty_like(theta_norm)
+        ratios, step_sizes = torch.ones_like(theta_norm), torch.empty_like(theta_norm)
         for hyper, slots in zip(hypers, plan.group_slots, strict=True):
             index = slots.on(sums.device)
             ratio = trust_ratio(theta_norm[index], r_norm[index], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
+            ratios[index] = ratio
             step_sizes[index] = ratio * hyper.lr
-        return step_sizes
+        return ratios, step_sizes
+
+    # -- diagnostics --------------------------------------------------------------------------------
+
+    def diagnostics(self) -> dict[str, Reading]:
+        """The latest reading of each parameter, by name, if ``diagnostics_every`` is set. Waits for the device."""
+        return self._diagnostics.read()
+
+    def has_new_diagnostics(self) -> bool:
+        """Whether a step was measured since the last call of :meth:`diagnostics`."""
+        return self._diagnostics.unread
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -310,7 +328,12 @@ class ALTO(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         lost = self._layouts_lost or bool(self._layouts) or bool(self._joined)
-        return {**super().__getstate__(), "_kernel": self._kernel, "_layouts_lost": lost}
+        return {
+            **super().__getstate__(),
+            "_kernel": self._kernel,
+            "_diagnostics": self._diagnostics.fresh(),
+            "_layouts_lost": lost,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by unpickling and copying with all of __getstate__, and by load_state_dict with the
@@ -319,17 +342,3 @@ class ALTO(Optimizer):
             self._use_layouts({}, ())
         super().__setstate__(state)
         self._plans.clear()
-
-
-def _checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a gradient, or an error if ALTO cannot use it."""
-    refuse_unsupported_gradient("ALTO", grad)
-    if getattr(param, "_fsdp_flattened", False):
-        raise UnsupportedTensor(
-            "this parameter belongs to FullyShardedDataParallel (FSDP1), whose shards do not say which part of "
-            "which parameter they are; use torch.distributed.fsdp.fully_shard (FSDP2), with which ALTO is exact"
-        )
-    piece = local(like_parameter(param, grad))
-    if piece.shape != local(param).shape:
-        raise ValueError(f"a gradient of shape {tuple(piece.shape)} for a parameter of {tuple(local(param).shape)}")
-    return piece

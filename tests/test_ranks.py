@@ -5,7 +5,8 @@ import pytest
 from .launcher import cases_of, launch
 
 SHARDED, CHECKPOINTS, PROPERTY = "tests.ranks.sharded", "tests.ranks.checkpoints", "tests.ranks.property"
-ZERO = "tests.ranks.zero"
+ZERO, ZERO_TENSOR = "tests.ranks.zero", "tests.ranks.zero_tensor"
+ZERO_PIPELINE, ZERO_MOE = "tests.ranks.zero_pipeline", "tests.ranks.zero_moe"
 
 
 def every_case(module, *world_sizes):
@@ -47,3 +48,24 @@ def test_any_cut(world, case, directory):
 @pytest.mark.parametrize(("world", "case"), every_case(ZERO, 1, 2, 4))
 def test_deepspeed(world, case, directory):
     check(ZERO, world, case, directory)
+
+
+# Each of these leaves DeepSpeed with process groups of its own kind, so each has ranks of its own.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "case"), every_case(ZERO_TENSOR, 2, 4))
+def test_deepspeed_tensor_parallel(world, case, directory):
+    check(ZERO_TENSOR, world, case, directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "case"), every_case(ZERO_PIPELINE, 2, 4))
+def test_deepspeed_pipeline(world, case, directory):
+    check(ZERO_PIPELINE, world, case, directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "case"), every_case(ZERO_MOE, 4))
+def test_deepspeed_experts(world, case, directory):
+    check(ZERO_MOE, world, case, directory)

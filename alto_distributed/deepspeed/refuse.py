@@ -20,6 +20,12 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
             "fp16 at ZeRO stage 0 does not scale the loss (DeepSpeed does that under ZeRO only), so the update would "
             'be divided by the loss scale; use "zero_optimization": {"stage": 1} or bf16'
         )
+    plain_float32 = not (engine.fp16_enabled() or engine.bfloat16_enabled())
+    if engine.pipeline_parallelism and stage == 0 and plain_float32 and engine.gradient_clipping() > 0:
+        yield (
+            "a float32 pipeline at ZeRO stage 0 clips by the gradient norm of the first pipeline stage alone; use "
+            '"zero_optimization": {"stage": 1}, or "gradient_clipping": 0'
+        )
     if engine.zenflow:
         yield "zenflow steps its own CPU Adam instead of the configured optimizer; remove zenflow from the config"
     if engine.super_offload():

@@ -65,8 +65,8 @@ class NormTable:
                     columns.setdefault(group, []).append(slot)
         self._reductions = [(group, SlotIndex(slots)) for group, slots in columns.items()]
 
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(2, len(self.slots), dtype=sums_dtype(device), device=device)
+    def zeros(self, device: torch.device, rows: int = 2) -> torch.Tensor:
+        return torch.zeros(rows, len(self.slots), dtype=sums_dtype(device), device=device)
 
     @property
     def collectives(self) -> int:

@@ -66,6 +66,7 @@ class StepPlan:
                     for i, (tensor, name) in enumerate(zip(group["params"], names, strict=True))
                 ]
             )
+        self.labels = _labels(groups, resolved, layouts)
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
         self.norms = NormTable([*everything, *joined])
         self.groups = [[Entry(p, layout, self.norms.slots) for p, layout in group] for group in resolved]
@@ -73,6 +74,25 @@ class StepPlan:
             SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
             for group in resolved
         ]
+
+
+def _labels(
+    groups: Sequence[Mapping[str, Any]],
+    resolved: Sequence[Sequence[tuple[torch.Tensor, ShardLayout]]],
+    layouts: Mapping[torch.Tensor, ShardLayout],
+) -> dict[str, str]:
+    """Logical name -> how to call it before a user."""
+    labels = {}
+    for g, (group, entries) in enumerate(zip(groups, resolved, strict=True)):
+        for i, (tensor, layout) in enumerate(entries):
+            for segment in layout.segments:
+                name = segment.parameter.name
+                if tensor not in layouts:
+                    names = group.get("param_names")
+                    labels[name] = names[i] if names else f"param_groups[{g}][{i}]"
+                else:
+                    labels[name] = name
+    return labels
 
 
 def _own_layout(tensor: torch.Tensor, name: str) -> ShardLayout:

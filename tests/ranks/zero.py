@@ -479,6 +479,84 @@ def case_every_state_of_every_group_can_be_read():
                         assert state.abs().sum() > 0, (zero, name, key)
 
 
+@worlds(2)
+def case_diagnostics_are_those_of_whole_parameters_and_reach_the_monitor(directory):
+    """Names as in the module, values as without sharding, a summary in DeepSpeed's CSV monitor."""
+    model = network()
+    plain = ALTO(split_bare_parameters(list(model.parameters())), diagnostics_every=2, **PARAMS)
+    for step in batches(2):
+        plain.zero_grad()
+        for x, y in step:
+            loss_of(model(x), y).backward()
+        for p in trainable(model).values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        plain.step()
+    names = [n for decayed in (True, False) for n, p in trainable(model).items() if (p.ndim >= 2) == decayed]
+    expected = dict(zip(names, plain.diagnostics().values(), strict=True))
+    for stage in (0, 1, 2, 3):
+        csv = {"enabled": True, "output_path": str(directory), "job_name": f"stage{stage}"}
+        zero = {"stage": stage} if stage else None
+        ds_config = config(zero, params={**PARAMS, "diagnostics_every": 2}, csv_monitor=csv)
+        with running(network(), ds_config) as engine:
+            train(engine, steps=2)
+            readings = engine.basic_optimizer.diagnostics()
+            assert readings.keys() == expected.keys(), readings.keys()
+            for name, reading in readings.items():
+                assert tuple(reading) == pytest.approx(tuple(expected[name]), rel=1e-4, abs=1e-6), (stage, name)
+        if dist.get_rank() == 0:
+            written = {p.name for p in (directory / f"stage{stage}").iterdir()}
+            assert "Train_ALTO_trust_ratio_median.csv" in written, written
+
+
+# -- the bugs that DeepSpeed's own Muon had -----------------------------------------------------------------
+
+
+@worlds(2, 4)
+def case_muon_7807_parameters_that_cross_partitions():
+    """Muon orthogonalised the piece of a matrix that lay on a rank. The ratio must be of the whole matrix."""
+    for stage in (1, 2):
+        with running(network(), config({"stage": stage})) as engine:
+            assert_straddles(engine)
+            train(engine)
+            assert largest_gap(weights(engine), reference()) < 1e-6
+
+
+@worlds(2)
+def case_muon_8443_state_advances_once_a_step_not_once_a_micro_batch():
+    for stage in (0, 1, 2, 3):
+        with running(network(), config({"stage": stage} if stage else None, accumulation=4)) as engine:
+            train(engine, steps=3, accumulation=4)
+            assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {3}
+            assert largest_gap(weights(engine), reference(steps=3, accumulation=4)) < 1e-6
+
+
+@worlds(2)
+def case_muon_8438_shapes_hidden_by_zero_init():
+    """Under zero.Init a matrix reports the shape (0,); what is a matrix must still be known."""
+    with deepspeed.zero.Init(config_dict_or_path=config({"stage": 3})):
+        model = network()
+    assert model.up.weight.ndim == 1
+    matrices = {"params": {**PARAMS, "layerwise": "matrices"}}
+    with running(model, config({"stage": 3}, **matrices)) as engine:
+        shapes = [s.parameter.shape for lay in LayoutBuilder(engine).build().values() for s in lay.segments]
+        assert (13, 6) in shapes
+        assert (13,) in shapes
+        decays = [(g["weight_decay"], g["name"]) for g in engine.basic_optimizer.param_groups]
+        assert decays == [(0.01, "decayed"), (0.0, "undecayed")]
+
+
+@worlds(2)
+def case_muon_8442_stage_0_runs_the_chosen_optimizer():
+    """Muon at stage 0 silently ran plain SGD."""
+    for precision in ({}, BF16):
+        with running(network(), config(**precision)) as engine:
+            train(engine, steps=2)
+            assert type(engine.basic_optimizer) is ALTO
+            assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {2}
+            assert all(s["grad_ema"].any() for p, s in engine.basic_optimizer.state.items() if p.shape != (3, 2))
+
+
 # -- refusals ------------------------------------------------------------------------------------------
 
 REFUSED = [

@@ -1,0 +1,108 @@
+"""What each parameter's step looked like, at an interval: ratio, norms, and how much the acceleration weighs.
+
+Off, it costs nothing. On, every ``every``-th step makes one more pass over the tensors and one more small
+collective per process group; nothing is read back until somebody asks, and then by that rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .sharding.norms import NormTable
+from .update.chunked import chunk_length
+from .update.pieces import Piece
+from .update.reference import direction
+
+# Rows of the table of sums of squares.
+_GRADIENT, _ACCELERATION, _PARAMETER, _UPDATE = range(4)
+
+
+class Reading(NamedTuple):
+    """One logical parameter at one step. All norms are of the whole parameter, over all ranks."""
+
+    trust_ratio: float
+    """The layer-wise ratio, 1 where there is none."""
+    param_norm: float
+    """|theta| before the step."""
+    update_norm: float
+    """|r|, the direction before the ratio."""
+    acceleration: float
+    """|alpha a| / |g|: the exploration term against the gradient; 0 for LAMB."""
+
+
+class Diagnostics:
+    """Collects readings over the calls of ``step()`` that make up one optimizer step."""
+
+    def __init__(self, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"diagnostics_every={every!r} must be a whole number of steps, or 0 for never")
+        self.every = every
+        self._held: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._sums: dict[torch.device, torch.Tensor] = {}
+        self.unread = False
+
+    def fresh(self) -> Diagnostics:
+        """The same interval without readings, for a copy of the optimizer."""
+        return Diagnostics(self.every)
+
+    def due(self, k: int) -> bool:
+        return self.every > 0 and k > 0 and k % self.every == 0
+
+    def before(self, pieces: Mapping[torch.device, Sequence[Piece]], table: NormTable) -> None:
+        """Gradient and acceleration, while grad_ema still is that of the last step."""
+        self._sums = {device: table.zeros(device, rows=4) for device in pieces}
+        for device, on_device in pieces.items():
+            for piece, here, slot in _chunks(on_device):
+                g = piece.grad[here].to(piece.exp_avg.dtype)
+                self._sums[device][_GRADIENT, slot] += _squares(g)
+                if piece.grad_ema is not None:
+                    c = piece.coefficients
+                    a = (c.alpha * (1 - c.beta1)) * (g - piece.grad_ema[here])
+                    self._sums[device][_ACCELERATION, slot] += _squares(a)
+
+    def after(
+        self,
+        pieces: Mapping[torch.device, Sequence[Piece]],
+        table: NormTable,
+        labels: Mapping[str, str],
+        ratios: torch.Tensor,
+    ) -> None:
+        """Parameter and direction, when the moments are those of this step and the weights not yet.
+
+        The whole sums stay on their device until they are asked for. ``labels`` names the slots for users.
+        """
+        for device, on_device in pieces.items():
+            for piece, here, slot in _chunks(on_device):
+                m, v = piece.exp_avg[here], piece.exp_avg_sq[here]
+                theta = piece.param[here].to(m.dtype)
+                self._sums[device][_PARAMETER, slot] += _squares(theta)
+                self._sums[device][_UPDATE, slot] += _squares(direction(theta, m, v, piece.coefficients))
+        sums = table.complete(self._sums)
+        self._sums = {}
+        self.unread = True
+        self._held.update({label: (sums, ratios, table.slots[name]) for name, label in labels.items()})
+
+    def read(self) -> dict[str, Reading]:
+        """The latest readings by name. This waits for the device."""
+        self.unread = False
+        readings = {}
+        for name, (sums, ratios, slot) in self._held.items():
+            g, a, theta, r = sums[:, slot].sqrt().tolist()
+            readings[name] = Reading(ratios[slot].item(), theta, r, a / g if g else 0.0)
+        return readings
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    return x.double().square().sum() if x.device.type != "mps" else x.square().sum()
+
+
+def _chunks(pieces: Sequence[Piece]) -> list[tuple[Piece, slice, int]]:
+    out = []
+    for piece in pieces:
+        length = chunk_length(piece.param.device)
+        for start, stop, slot in piece.spans:
+            out += [(piece, slice(low, min(low + length, stop)), slot) for low in range(start, stop, length)]
+    return out

@@ -1,0 +1,53 @@
+"""What one step has to do: flat pieces by device, collected and checked before anything changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .errors import UnsupportedTensor, refuse_unsupported_gradient
+from .sharding.dtensor import like_parameter, local
+from .sharding.plan import Entry
+from .update import Piece
+
+
+@dataclass
+class Work:
+    """Filled by ``ALTO._collect``."""
+
+    pieces: dict[torch.device, list[Piece]] = field(default_factory=dict)
+    entries: dict[torch.device, list[Entry]] = field(default_factory=dict)
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Parameters that have no flat view, each with the flat copy that is worked on instead."""
+    k: int = 0
+    """The number of this step; 0 where there is nothing to do."""
+
+    def add(self, piece: Piece, entry: Entry, k: int) -> None:
+        self.pieces.setdefault(piece.param.device, []).append(piece)
+        self.entries.setdefault(piece.param.device, []).append(entry)
+        self.k = max(self.k, k)
+
+    def over_every_parameter(self) -> dict[torch.device, list[Piece]]:
+        """The pieces with each parameter's span by itself, also where it gets no ratio."""
+        return {
+            device: [
+                replace(piece, spans=entry.spans("every"))
+                for piece, entry in zip(pieces, self.entries[device], strict=True)
+            ]
+            for device, pieces in self.pieces.items()
+        }
+
+
+def checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a gradient, or an error if ALTO cannot use it."""
+    refuse_unsupported_gradient("ALTO", grad)
+    if getattr(param, "_fsdp_flattened", False):
+        raise UnsupportedTensor(
+            "this parameter belongs to FullyShardedDataParallel (FSDP1), whose shards do not say which part of "
+            "which parameter they are; use torch.distributed.fsdp.fully_shard (FSDP2), with which ALTO is exact"
+        )
+    piece = local(like_parameter(param, grad))
+    if piece.shape != local(param).shape:
+        raise ValueError(f"a gradient of shape {tuple(piece.shape)} for a parameter of {tuple(local(param).shape)}")
+    return piece
