@@ -114,7 +114,7 @@ class ALTO(Optimizer):
                 raise ValueError("a DTensor knows its own layout: leave it out of set_layouts")
             if tensor.numel() != layout.numel:
                 raise ValueError(f"{layout!r} is of another length than its tensor of {tensor.numel()} elements")
-            if not tensor.is_contiguous():
+            if not layout.is_whole and not tensor.is_contiguous():
                 raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
         if joined and self._diagnostics.every:
             raise ValueError("diagnostics_every needs a tensor on every rank, and this one only joins; set it to 0")

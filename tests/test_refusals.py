@@ -288,7 +288,8 @@ class TestLayouts:
         p = torch.ones(2, 3).t()
         optimizer = ALTO([{"params": []}])
         with pytest.raises(ValueError, match="not contiguous"):
-            optimizer.set_layouts({p: ShardLayout.whole(self.w, 6)})
+            optimizer.set_layouts({p: ShardLayout(6, [Segment(self.w, 0, 3)])})
+        optimizer.set_layouts({p: ShardLayout.whole(LogicalParameter("m", (3, 2)), 6)})  # here order is immaterial
 
     def test_layouts_that_disagree(self):
         p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))

@@ -63,14 +63,12 @@ class LayoutBuilder:
     def _unwrapped(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
         for group in self.basic.param_groups:
             for p in group["params"]:
-                if p.is_contiguous():
-                    yield p, ShardLayout.whole(self._logical(p), p.numel())
+                yield p, ShardLayout.whole(self._logical(p), p.numel())
 
     def _clones(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
         for params, clones in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
             for p, clone in zip(params, clones, strict=True):
-                if clone.is_contiguous():
-                    yield clone, ShardLayout.whole(self._logical(p), clone.numel())
+                yield clone, ShardLayout.whole(self._logical(p), clone.numel())
 
     def _bf16_partitions(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
         w = self.wrapper

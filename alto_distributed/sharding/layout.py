@@ -68,6 +68,11 @@ class ShardLayout:
         if end > numel:
             raise ValueError(f"layout of {numel} elements: {previous} ends at {end}, beyond the tensor")
 
+    @property
+    def is_whole(self) -> bool:
+        """One segment covers the tensor: then the order of its elements is of no importance."""
+        return len(self.segments) == 1 and self.segments[0].length == self.numel
+
     @classmethod
     def whole(cls, parameter: LogicalParameter, numel: int) -> ShardLayout:
         """A local tensor that is all one parameter, or this rank's only piece of one."""
