@@ -274,7 +274,7 @@ def case_one_collective_a_step():
 # -- low precision -------------------------------------------------------------------------------------
 
 
-def rounded_reference(dtype, *, accumulation=1, accumulate_in=None, scale=1.0, steps=STEPS):
+def rounded_reference(dtype, *, accumulation=1, accumulate_in=None, communicate_in=None, scale=1.0, steps=STEPS):
     """Master weights in float32 (they start rounded), forward and backward on their rounded copy, gradients
     summed as the engine does."""
     master, model = network().to(dtype).float(), network().to(dtype)
@@ -289,7 +289,7 @@ def rounded_reference(dtype, *, accumulation=1, accumulate_in=None, scale=1.0, s
                 g = (torch.zeros_like(p) if p.grad is None else p.grad).to(accumulate_in or dtype)
                 summed[p] = summed[p] + g if p in summed else g
         for m, p in pairs:
-            m.grad = summed[p].to(dtype).float() / scale  # DeepSpeed communicates in the model's precision
+            m.grad = summed[p].to(communicate_in or dtype).float() / scale
         optimizer.step()
         with torch.no_grad():
             for m, p in pairs:
@@ -299,6 +299,8 @@ def rounded_reference(dtype, *, accumulation=1, accumulate_in=None, scale=1.0, s
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 128}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+# Stages 2 and 3 reduce every micro-batch by itself, and round no sum; BF16_Optimizer rounds it before it sends it.
+UNROUNDED = {"accumulate_in": torch.float32, "communicate_in": torch.float32, "accumulation": 4}
 LOW_CELLS = {
     "bf16, stage 0": (None, BF16, {}),
     "bf16, stage 1": ({"stage": 1}, BF16, {}),
@@ -308,6 +310,9 @@ LOW_CELLS = {
     "bf16, BF16_Optimizer, accumulation": (
         {"stage": 1}, {**BF16, **FP32_SUMS}, {"accumulate_in": torch.float32, "accumulation": 4},
     ),
+    "bf16, stage 2, float32 sums": ({"stage": 2}, {**BF16, **FP32_SUMS}, UNROUNDED),
+    "bf16, stage 3, float32 sums": ({"stage": 3}, {**BF16, **FP32_SUMS}, UNROUNDED),
+    "fp16, stage 2, float32 sums": ({"stage": 2}, {**FP16, **FP32_SUMS}, UNROUNDED),
     "bf16, stage 2, offload": ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, BF16, {}),
     "bf16, stage 3, offload": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, BF16, {}),
     "bf16, stage 0, accumulation": (None, BF16, {"accumulation": 4}),

