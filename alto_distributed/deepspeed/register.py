@@ -1,6 +1,6 @@
 """Registration: the few places where DeepSpeed has to know about ALTO.
 
-Names go into DeepSpeed's two lists; three methods of its engine are wrapped, and each passes everything
+Names go into DeepSpeed's two lists; four methods of its engine are wrapped, and each passes everything
 that is not ours on to the original.
 """
 
@@ -19,8 +19,10 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from .. import state as states
 from ..optimizer import ALTO
+from . import checkpoint
 from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters
 from .layout import LayoutBuilder
+from .monitor import monitor_events
 from .refuse import refuse_unsupported
 
 #: The layouts of flat shards are read from private fields of the ZeRO wrappers, and the hooks sit in
@@ -45,8 +47,9 @@ def register() -> None:
         return
     DEEPSPEED_OPTIMIZERS.extend(BUILDERS)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS)
-    for wrapper in (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer):
+    for wrapper in (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer, _take_model_step):
         _wrap(wrapper)
+    checkpoint.install()
 
 
 def _wrap(wrapper: Callable[..., Any]) -> None:
@@ -135,6 +138,17 @@ def _attach(engine: Any) -> None:
                 optimizer.initialize_state()
                 group["params"] = []
         optimizer.register_step_post_hook(_count_group_steps)
+
+
+def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """After a measured step, a summary of it goes to DeepSpeed's monitor (TensorBoard, CSV, ...)."""
+    result = original(*args, **kwargs)
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if isinstance(optimizer, ALTO) and engine.monitor.enabled and engine.global_rank == 0:
+        events = monitor_events(optimizer, engine.global_samples)
+        if events:
+            engine.monitor.write_events(events)
+    return result
 
 
 def _count_group_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,0 +1,247 @@
+"""Loading DeepSpeed's checkpoints: what lacks a state is refused, what DeepSpeed leaves wrong is put right.
+
+DeepSpeed knows Adam's two states. A checkpoint without the third loads into ALTO without a word, and the
+average starts again from zero; so every load is looked at first: a universal one before anything has changed,
+another before the optimizer has (DeepSpeed loads the module's weights before). Afterwards:
+
+    universal, stage 3    the third state is loaded too; every group gets its own hyperparameters back (all of
+                          them were given those of group 0) and its own step count (all of them shared one
+                          tensor, which then counted several times a step)
+    stages 1, 2 and BF16  parameters are linked to the states that were loaded, which otherwise happens only
+                          at the first step of an engine, so that ``safe_get_full_optimizer_state`` works
+
+Saving needs one thing: BF16_Optimizer does not say which stage it is, and ``zero_to_fp32`` asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_GROUPS, ZERO_STAGE
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from .. import state as states
+from ..optimizer import ALTO, GRAD_EMA_BETA1
+from .build import OPTIMIZERS
+
+CONVERTER = "python -m alto_distributed.deepspeed.universal INPUT OUTPUT"
+
+
+def install() -> None:
+    """Put the checks around DeepSpeed's methods. They pass on whatever does not concern ALTO."""
+    _wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
+    _wrap(BF16_Optimizer, "state_dict", _bf16_state_dict)
+    _wrap(DeepSpeedZeroOptimizer, "_restore_base_optimizer_state", _restore_elastic)
+    _wrap(DeepSpeedZeroOptimizer_Stage3, "load_hp_checkpoint_state_from_checkpoint_dir_stage3", _load_stage3)
+
+
+def _wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(cls, name, None)
+    if original is None:
+        raise ValueError(
+            f"DeepSpeed's {cls.__name__} has no method {name}, around which ALTO's checkpoint checks go; "
+            "install a version of DeepSpeed that alto_distributed supports"
+        )
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(functools.partial(original, self), self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, OPTIMIZERS):
+        return original(*args, **kwargs)
+    asked = inspect.signature(original).bind(*args, **kwargs).arguments
+    with_states = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+    if engine.load_universal_checkpoint() and with_states:
+        _check_universal(engine, Path(asked["load_dir"]), asked.get("tag"))
+    if not isinstance(optimizer, ALTO):
+        return original(*args, **kwargs)
+    check = optimizer.register_load_state_dict_pre_hook(_refuse_other_optimizers)
+    try:
+        result = original(*args, **kwargs)
+    finally:
+        check.remove()
+    _settle(engine.optimizer, optimizer)
+    return result
+
+
+def _bf16_state_dict(original: Callable[..., Any], wrapper: Any) -> Any:
+    saved = original()
+    if isinstance(wrapper.optimizer, ALTO):
+        saved.setdefault(ZERO_STAGE, 1)
+    return saved
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def _needed(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The states that a group must find; grad_ema unless alpha is 0 both in this run and in the saved one."""
+    lamb = group["alpha"] == 0 and saved.get("alpha", 0) == 0
+    return [key for key in ALTO.state_keys if key != states.GRAD_EMA or not lamb]
+
+
+def _other_optimizer(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Why a saved group is not one that ALTO in its present setting could have saved."""
+    if "alpha" not in saved:
+        return "it was not saved by ALTO: its parameter groups have no 'alpha'"
+    if saved["alpha"] == 0 and group["alpha"] != 0 and GRAD_EMA_BETA1 not in saved:
+        return f"it was saved with alpha=0 (LAMB), and this run has alpha={group['alpha']}"
+    return None
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint has no 'grad_ema' for ALTO: {reason}. To take over its weights, moments and step count and "
+        f'start grad_ema from zero, convert it with "{CONVERTER} --adopt" and load the result with '
+        '"checkpoint": {"load_universal": true}'
+    )
+
+
+def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Before ``ALTO.load_state_dict``, which checks the rest: here it is known what there is to do instead."""
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        reason = _other_optimizer(group, saved)
+        if reason:
+            raise _refusal(reason)
+
+
+def _restore_elastic(original: Callable[..., Any], wrapper: Any, saved: Any, *args: Any) -> None:
+    """Elastic checkpoints hold no hyperparameters, and are copied state by state."""
+    if isinstance(wrapper.optimizer, ALTO):
+        by_group = saved["state"] if isinstance(saved, dict) else saved
+        for g, group in enumerate(wrapper.optimizer.param_groups):
+            missing = [key for key in _needed(group, {}) if key not in by_group[g]]
+            if missing:
+                raise _refusal(f"group {g} was saved without {', '.join(map(repr, missing))}")
+    original(saved, *args)
+
+
+def _check_universal(engine: Any, load_dir: Path, tag: str | None) -> None:
+    """Raise unless the folder holds everything for every parameter of this engine."""
+    wrapper = engine.optimizer
+    if not isinstance(engine.basic_optimizer, ALTO):
+        raise ValueError(
+            "universal checkpoints hold the states of ALTO and EAdamW, not those of ESGD; load ESGD at the world size "
+            'at which it was saved, without "load_universal"'
+        )
+    if not isinstance(wrapper, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)):
+        raise ValueError(
+            "universal checkpoints are for ZeRO. Stage 0 loads what stage 0 saved at any world size: remove "
+            '"load_universal" from the config'
+        )
+    if getattr(wrapper, "round_robin_gradients", False):
+        raise ValueError(
+            "DeepSpeed misplaces the pieces of a universal checkpoint under round_robin_gradients; load it with "
+            '"round_robin_gradients": false'
+        )
+    if tag is None:
+        latest = load_dir / "latest_universal"
+        if not latest.is_file():
+            return  # DeepSpeed says so itself
+        tag = latest.read_text().strip()
+    zero = load_dir / tag / "zero"
+    saved = _saved_globals(zero)
+    if (OPTIMIZER_STATE_DICT in saved) != isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        raise ValueError(
+            f"{zero.parent} was converted from {'' if OPTIMIZER_STATE_DICT in saved else 'a stage other than '}ZeRO "
+            "stage 3, and DeepSpeed's universal checkpoints do not go from stage 3 to another or back; keep the stage"
+        )
+    _check_groups(engine, zero, saved[PARAM_GROUPS])
+
+
+def _check_groups(engine: Any, zero: Path, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    groups = engine.basic_optimizer.param_groups
+    if not is_adopted(saved_groups):
+        for group, saved in zip(groups, saved_groups, strict=False):
+            reason = _other_optimizer(group, saved)
+            if reason:
+                raise _refusal(reason)
+        if len(groups) != len(saved_groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has {len(groups)}; build the "
+                "groups as they were when the checkpoint was saved"
+            )
+    files = ["fp32"] if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) else ["fp32", states.STEP]
+    for g, _, params in _flat_tensors(engine.optimizer, engine.basic_optimizer):
+        needed = [*_needed(groups[g], saved_groups[g]), *files]
+        for param in params:
+            name = engine.param_names[param]
+            missing = [key for key in needed if not (zero / name / f"{key}.pt").is_file()]
+            if missing:
+                raise ValueError(
+                    f"the universal checkpoint {zero.parent} has no {', '.join(map(repr, missing))} for parameter "
+                    f"{name!r}. DeepSpeed's own converter (ds_to_universal) drops grad_ema: convert the checkpoint "
+                    f'that was saved again, with "{CONVERTER}"'
+                )
+
+
+def is_adopted(saved_groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the converter has emptied the groups, for the hyperparameters of the loading run to stay."""
+    return all(group.keys() == {"params"} for group in saved_groups)
+
+
+def _saved_globals(zero: Path) -> dict[str, Any]:
+    path = zero / "optimizer_state.pt"
+    if not path.is_file():
+        raise ValueError(f'{zero.parent} is not a universal checkpoint: make one with "{CONVERTER}"')
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    return saved
+
+
+# -- what is put right ---------------------------------------------------------------------------------
+
+
+def _flat_tensors(wrapper: Any, optimizer: Any) -> Iterator[tuple[int, torch.Tensor, list[torch.Tensor]]]:
+    """(group, flat tensor of the optimizer, the model's parameters in it) for each flat tensor of this rank."""
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        for s, (flat, params) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)):
+            yield wrapper.sub_group_to_group_id[s], flat, params
+    elif isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        groups = wrapper.bf16_groups if isinstance(wrapper, BF16_Optimizer) else wrapper.bit16_groups
+        for g, params in enumerate(groups):
+            yield g, optimizer.param_groups[g]["params"][0], params
+
+
+def _load_stage3(original: Callable[..., Any], wrapper: Any, checkpoint_dir: str) -> None:
+    optimizer = wrapper.optimizer
+    own = [dict(group) for group in optimizer.param_groups]
+    original(checkpoint_dir)
+    if not isinstance(optimizer, ALTO):
+        return
+    zero = Path(checkpoint_dir) / "zero"
+    saved_groups = _saved_globals(zero)[PARAM_GROUPS]
+    for group, before, saved in zip(optimizer.param_groups, own, saved_groups, strict=False):
+        group.clear()
+        group.update({**before, **saved, "params": []})
+    for g, flat, params in _flat_tensors(wrapper, optimizer):
+        if GRAD_EMA_BETA1 in optimizer.param_groups[g]:
+            pieces = [
+                wrapper.load_hp_checkpoint_state(str(zero / wrapper.param_names[p]), states.GRAD_EMA, param=p)
+                for p in params
+            ]
+            optimizer.state[flat][states.GRAD_EMA] = states.new_state(flat).copy_(torch.cat(pieces))
+
+
+def _settle(wrapper: Any, optimizer: ALTO) -> None:
+    """States as ALTO keeps them, and the parameters linked to them."""
+    for g, flat, _ in _flat_tensors(wrapper, optimizer):
+        state = optimizer.state[flat]
+        state[states.STEP] = states.new_step() + float(state[states.STEP])
+        if GRAD_EMA_BETA1 not in optimizer.param_groups[g]:  # alpha was never anything but 0
+            state.pop(states.GRAD_EMA, None)
+    if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        wrapper._hp_optimizer_states_linked = False
+        wrapper._lazy_init_hp_params_optimizer_state()
