@@ -4,8 +4,12 @@ Importing this module registers ALTO, EAdamW and ESGD (any letter case) with Dee
 ``ALTO`` passed to ``deepspeed.initialize`` is served as well. Other optimizers are not touched.
 """
 
-from .build import ESGD
-from .register import register
+from .versions import check_version
+
+check_version()  # before the imports below, which another version may not have
+
+from .build import ESGD  # noqa: E402
+from .register import register  # noqa: E402
 
 __all__ = ["ESGD", "register"]
 

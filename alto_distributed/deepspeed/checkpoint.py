@@ -15,7 +15,6 @@ Saving needs one thing: BF16_Optimizer does not say which stage it is, and ``zer
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,31 +30,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from .. import state as states
 from ..optimizer import ALTO, GRAD_EMA_BETA1
 from .build import OPTIMIZERS
+from .wrap import wrap_method
 
 CONVERTER = "python -m alto_distributed.deepspeed.universal INPUT OUTPUT"
 
 
 def install() -> None:
     """Put the checks around DeepSpeed's methods. They pass on whatever does not concern ALTO."""
-    _wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
-    _wrap(BF16_Optimizer, "state_dict", _bf16_state_dict)
-    _wrap(DeepSpeedZeroOptimizer, "_restore_base_optimizer_state", _restore_elastic)
-    _wrap(DeepSpeedZeroOptimizer_Stage3, "load_hp_checkpoint_state_from_checkpoint_dir_stage3", _load_stage3)
-
-
-def _wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(cls, name, None)
-    if original is None:
-        raise ValueError(
-            f"DeepSpeed's {cls.__name__} has no method {name}, around which ALTO's checkpoint checks go; "
-            "install a version of DeepSpeed that alto_distributed supports"
-        )
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(functools.partial(original, self), self, *args, **kwargs)
-
-    setattr(cls, name, method)
+    wrap_method(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
+    wrap_method(BF16_Optimizer, "state_dict", _bf16_state_dict)
+    wrap_method(DeepSpeedZeroOptimizer, "_restore_base_optimizer_state", _restore_elastic)
+    wrap_method(DeepSpeedZeroOptimizer_Stage3, "load_hp_checkpoint_state_from_checkpoint_dir_stage3", _load_stage3)
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,11 +34,9 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
         yield 'offload with "ratio" below 1 needs DeepSpeedCPUAdam as its second optimizer; set "ratio": 1'
     for name, config in (("offload_optimizer", offload), ("offload_param", engine.zero_offload_param())):
         if config is not None and str(getattr(config.device, "value", config.device)) == "nvme":
-            yield f'{name} to NVMe swaps Adam\'s two states only; use "device": "cpu"'
+            yield f'{name} to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"'
     if engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients():
         yield "master weights must be float32; remove fp16/bf16_master_weights_and_grads from the config"
-    if engine.bf16_optimizer_states():
-        yield "states are float32; remove bf16_optimizer_states from the config"
     if engine.torch_autocast_enabled() and str(engine.torch_autocast_dtype()) == "torch.float16":
         yield (
             "torch_autocast with float16 skips steps on each rank by itself, and ranks that disagree would hang in the "

@@ -6,12 +6,10 @@ that is not ours on to the original.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -24,10 +22,8 @@ from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters
 from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .refuse import refuse_unsupported
-
-#: The layouts of flat shards are read from private fields of the ZeRO wrappers, and the hooks sit in
-#: private methods of the engine; both change between releases without notice.
-SUPPORTED_VERSIONS = ("0.19.8",)
+from .versions import check_version
+from .wrap import wrap_method
 
 
 def register() -> None:
@@ -36,31 +32,14 @@ def register() -> None:
     Raises:
         ValueError: DeepSpeed is of a version this package was not made for.
     """
-    version = deepspeed.__version__.split("+")[0]
-    if version not in SUPPORTED_VERSIONS:
-        raise ValueError(
-            f"alto_distributed supports DeepSpeed {', '.join(SUPPORTED_VERSIONS)}, and {deepspeed.__version__} is "
-            "installed. It reads how ZeRO's private buffers are laid out, which changes between releases; "
-            f"pip install deepspeed=={SUPPORTED_VERSIONS[-1]}"
-        )
+    check_version()
     if getattr(DeepSpeedEngine._configure_optimizer, "knows_alto", False):
         return
     DEEPSPEED_OPTIMIZERS.extend(BUILDERS)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS)
     for wrapper in (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer, _take_model_step):
-        _wrap(wrapper)
+        wrap_method(DeepSpeedEngine, wrapper.__name__, wrapper)
     checkpoint.install()
-
-
-def _wrap(wrapper: Callable[..., Any]) -> None:
-    original = getattr(DeepSpeedEngine, wrapper.__name__)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(functools.partial(original, self), self, *args, **kwargs)
-
-    method.knows_alto = True  # type: ignore[attr-defined]
-    setattr(DeepSpeedEngine, wrapper.__name__, method)
 
 
 def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any, parameters: list[Any]) -> None:

@@ -591,6 +591,7 @@ def case_muon_8442_stage_0_runs_the_chosen_optimizer():
 
 # -- refusals ------------------------------------------------------------------------------------------
 
+ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4, "update_interval": 4}
 REFUSED = [
     ({"params": {**PARAMS, "alpha": -100}}, r"alpha=-100 is out of range"),
     ({"params": {**PARAMS, "betas": [0.9, 0.99]}}, r"betas=\[0.9, 0.99\] must be three numbers"),
@@ -606,8 +607,29 @@ REFUSED = [
     ),
     (
         {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-        r'offload_optimizer to NVMe swaps Adam\'s two states only; use "device": "cpu"',
+        r'offload_optimizer to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"',
     ),
+    (
+        {"zero": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+        r'offload_param to NVMe has not been tested.*use "device": "cpu"',
+    ),
+    (
+        {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": ZENFLOW}},
+        r"zenflow steps its own CPU Adam",
+    ),
+    (
+        {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        r'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false',
+    ),
+    (
+        {"zero": {"stage": 1}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+        r'torch_autocast with float16 skips steps on each rank by itself.*use "dtype": "bfloat16"',
+    ),
+    (
+        {"zero": {"stage": 2}, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        r"master weights must be float32; remove fp16/bf16_master_weights_and_grads",
+    ),
+    ({"zero": {"stage": 2}, "compile": {"deepcompile": True}}, r"DeepCompile has not been tested"),
 ]  # fmt: skip
 
 
