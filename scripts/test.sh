@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # All checks: lint, format, types, tests. Arguments go to pytest: scripts/test.sh -k layout -m "not slow"
+#
+#   JOBS=2      test files that run at a time; 0 runs them one after the other in this process
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 cd "$ROOT"
 "$PY" -m ruff check .
 "$PY" -m ruff format --check --quiet .
 "$PY" -m mypy
-"$PY" -m pytest -q "$@"
+# By file: the ranks that a file starts serve all of its tests.
+"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile "$@"

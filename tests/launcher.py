@@ -63,6 +63,26 @@ def launch(module, world, directory, timeout=600):
     return {case: _verdict(case, outcomes, log) for case in cases_of(module, world)}
 
 
+def every_case(module, *world_sizes):
+    """Parameters (world, case) for a test of each."""
+    import pytest
+
+    return [
+        pytest.param(world, case, id=f"{world} ranks-{case}")
+        for world in world_sizes
+        for case in cases_of(module, world)
+    ]
+
+
+def check(module, world, case, directory):
+    """Fail the test if the case did, with what its ranks said."""
+    import pytest
+
+    problem = launch(module, world, directory)[case]
+    if problem:
+        pytest.fail(problem, pytrace=False)
+
+
 def _verdict(case, outcomes, log):
     failed = [f"rank {rank}:\n{notes[case]}" for rank, notes in enumerate(outcomes) if notes.get(case)]
     if failed:
@@ -80,7 +100,7 @@ def _read(directory, module, world, rank):
     return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
 
 
-def _all_through(case, world, patience=20):
+def _all_through(case, world, patience=60):
     """Whether every rank has come out of ``case``, well or not. If one fails alone, the others never will."""
     from torch.distributed.distributed_c10d import _get_default_store
 

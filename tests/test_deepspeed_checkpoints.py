@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from .launcher import REPO, launch
-from .test_ranks import check, every_case
+from .launcher import REPO, check, every_case, launch
 
 SAME, OTHER = "tests.ranks.zero_checkpoints", "tests.ranks.zero_universal"
 
