@@ -6,13 +6,13 @@ collective per process group; nothing is read back until somebody asks, and then
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from .sharding.norms import NormTable
-from .update.chunked import chunk_length
+from .sharding.norms import NormTable, sums_dtype
+from .update.chunked import chunks
 from .update.pieces import Piece
 from .update.reference import direction
 
@@ -96,13 +96,10 @@ class Diagnostics:
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:
-    return x.double().square().sum() if x.device.type != "mps" else x.square().sum()
+    return x.to(sums_dtype(x.device)).square().sum()
 
 
-def _chunks(pieces: Sequence[Piece]) -> list[tuple[Piece, slice, int]]:
-    out = []
+def _chunks(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, slice, int]]:
     for piece in pieces:
-        length = chunk_length(piece.param.device)
-        for start, stop, slot in piece.spans:
-            out += [(piece, slice(low, min(low + length, stop)), slot) for low in range(start, stop, length)]
-    return out
+        for here, slot in chunks(piece):
+            yield piece, here, slot

@@ -141,15 +141,12 @@ class ALTO(Optimizer):
     def _ratio_for(self, group: Mapping[str, Any], hyper: Hyperparameters) -> str:
         """Which segments of a group get the layer-wise ratio: "every", "matrices" or "no" segment."""
         if hyper.layerwise == "decayed":
-            return "every" if group.get("decayed", hyper.weight_decay != 0) else "no"
+            return "every" if _is_decayed(group) else "no"
         return {"matrices": "matrices", "all": "every", "none": "no"}[hyper.layerwise]
 
     def _warn_if_no_ratio(self) -> None:
         groups = [group for group in self.param_groups if group["params"]]
-        undecayed = [
-            group["layerwise"] == "decayed" and not group.get("decayed", group["weight_decay"] != 0) for group in groups
-        ]
-        if groups and all(undecayed):
+        if groups and all(group["layerwise"] == "decayed" and not _is_decayed(group) for group in groups):
             warnings.warn(
                 'ALTO: no parameter group has weight decay, so under layerwise="decayed" no parameter gets the '
                 'layer-wise ratio. Set a weight_decay, or layerwise="matrices" or "all" to have the ratio without '
@@ -342,3 +339,8 @@ class ALTO(Optimizer):
             self._use_layouts({}, ())
         super().__setstate__(state)
         self._plans.clear()
+
+
+def _is_decayed(group: Mapping[str, Any]) -> bool:
+    """A group's intent, if it states one; else whether its weight decay is not 0 today."""
+    return bool(group.get("decayed", group["weight_decay"] != 0))

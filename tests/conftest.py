@@ -18,3 +18,9 @@ settings.load_profile("alto")
 @pytest.fixture(autouse=True)
 def _same_seed_for_every_test():
     torch.manual_seed(1234)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Where the ranks that a test file starts leave their files."""
+    return tmp_path_factory.mktemp("ranks")

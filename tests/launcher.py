@@ -44,20 +44,26 @@ def cases_of(module, world):
     return names
 
 
-@functools.cache
-def launch(module, world, directory, timeout=600):
-    """Start the ranks once; returns {case: None or what went wrong}."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["-m", "tests.launcher", module, str(directory)]
-    environment = {
+def environment(**more):
+    """Variables for the processes that tests start."""
+    return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         # DeepSpeed compiles its shared-memory collectives on first use, with the ninja beside our python.
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions")),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(REPO),
+        **more,
     }
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@functools.cache
+def launch(module, world, directory, timeout=600):
+    """Start the ranks once; returns {case: None or what went wrong}."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command += ["-m", "tests.launcher", module, str(directory)]
+    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=timeout)
     log = done.stdout + done.stderr
     outcomes = [_read(directory, module, world, rank) for rank in range(world)]
     return {case: _verdict(case, outcomes, log) for case in cases_of(module, world)}

@@ -10,11 +10,6 @@ from .launcher import REPO, check, every_case, launch
 SAME, OTHER = "tests.ranks.zero_checkpoints", "tests.ranks.zero_universal"
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("deepspeed_checkpoints")
-
-
 @pytest.mark.parametrize(("world", "case"), every_case(SAME, 2, 4))
 def test_at_the_same_world_size(world, case, directory):
     check(SAME, world, case, directory)

@@ -17,7 +17,7 @@ import torch
 
 from alto_distributed import ALTO, param_groups
 
-from .launcher import REPO
+from .launcher import REPO, environment
 from .scripts import train_deepspeed
 
 CONFIGS = REPO / "configs" / "deepspeed"
@@ -39,19 +39,9 @@ def free_port():
 
 def run(command, cwd=REPO, timeout=300, **variables):
     """Run a command to its end and return what it printed; if it does not end, stop its ranks as well."""
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions"))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": extensions,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
-        "HF_HUB_OFFLINE": "1",
-        **variables,
-    }
+    variables = environment(HF_HUB_OFFLINE="1", **variables)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(command, cwd=cwd, env=variables, start_new_session=True, **pipes) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -110,8 +100,7 @@ def test_the_runner_leaves_a_script_as_python_would(tmp_path):
     seen = []
     for how in ([], RUNNER):
         command = [sys.executable, *how, "user/train.py", "--deepspeed", "-m", "x y"]
-        environment = {**os.environ, "PYTHONPATH": str(REPO)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 3, done.stderr
         seen.append(json.loads(done.stdout))
     plain, ours = seen

@@ -8,11 +8,6 @@ from .launcher import check, every_case
 TENSOR, PIPELINE, MOE = (f"tests.ranks.zero_{kind}" for kind in ("tensor", "pipeline", "moe"))
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "case"), every_case(TENSOR, 2, 4))
 def test_deepspeed_tensor_parallel(world, case, directory):

@@ -7,11 +7,6 @@ from .launcher import check, every_case
 ZERO = "tests.ranks.zero"
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
 @pytest.mark.parametrize(("world", "case"), every_case(ZERO, 1, 2, 4))
 def test_deepspeed(world, case, directory):
     check(ZERO, world, case, directory)

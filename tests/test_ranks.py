@@ -7,11 +7,6 @@ from .launcher import check, every_case, launch
 SHARDED, CHECKPOINTS, PROPERTY = "tests.ranks.sharded", "tests.ranks.checkpoints", "tests.ranks.property"
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
 @pytest.mark.parametrize(("world", "case"), every_case(SHARDED, 2, 4))
 def test_sharded_equals_unsharded(world, case, directory):
     check(SHARDED, world, case, directory)

@@ -33,10 +33,6 @@ class ESGD(E):
         super().__init__(torch.optim.SGD(params, lr=lr, **sgd), alpha, beta1)
 
 
-def _alto(params: Any, **options: Any) -> ALTO:
-    return ALTO(params, **options)
-
-
 def _eadamw(params: Any, **options: Any) -> ALTO:
     if options.setdefault("layerwise", "none") != "none":
         raise ValueError('EAdamW is ALTO with layerwise="none"; for another setting use "type": "ALTO"')
@@ -44,7 +40,7 @@ def _eadamw(params: Any, **options: Any) -> ALTO:
 
 
 #: Lower-case name in the JSON -> what builds it.
-BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"alto": _alto, "eadamw": _eadamw, "esgd": ESGD}
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"alto": ALTO, "eadamw": _eadamw, "esgd": ESGD}
 
 #: Types that an engine hands flat shards to, and that this folder makes exact.
 OPTIMIZERS = (ALTO, ESGD)
@@ -59,16 +55,18 @@ def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Opt
     return BUILDERS[name](params, **options)
 
 
-def split_bare_parameters(parameters: list[Any]) -> list[Any]:
-    """Bare parameters into a decayed group and an undecayed one (fewer than two dimensions); groups as they are.
+def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """A parameter's shape; under ``zero.Init`` it hides that, and ``ds_shape`` has it."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
-    Under ``zero.Init`` a parameter hides its shape, and ``ds_shape`` has it.
-    """
+
+def split_bare_parameters(parameters: list[Any]) -> list[Any]:
+    """Bare parameters into a decayed group and an undecayed one (fewer than two dimensions); groups as they are."""
     if any(isinstance(p, dict) for p in parameters):
         return parameters
     trainable = [p for p in parameters if p.requires_grad]
-    decayed = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) >= 2]
-    undecayed = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) < 2]
+    decayed = [p for p in trainable if len(whole_shape(p)) >= 2]
+    undecayed = [p for p in trainable if len(whole_shape(p)) < 2]
     groups: list[dict[str, Any]] = [
         {"params": decayed, "name": "decayed"},
         {"params": undecayed, "name": "undecayed", "weight_decay": 0.0},

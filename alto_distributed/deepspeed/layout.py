@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..sharding import LogicalParameter, Segment, ShardLayout
+from .build import whole_shape
 
 
 class LayoutBuilder:
@@ -57,8 +58,7 @@ class LayoutBuilder:
         groups = list(shard_groups)
         if self.tensor_parallel_group is not None and is_model_parallel_parameter(param):
             groups.append(self.tensor_parallel_group)
-        shape = tuple(getattr(param, "ds_shape", param.shape))
-        return LogicalParameter(self.names.get(param, f"unnamed {id(param)}"), shape, tuple(groups))
+        return LogicalParameter(self.names.get(param, f"unnamed {id(param)}"), whole_shape(param), tuple(groups))
 
     def _unwrapped(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
         for group in self.basic.param_groups:

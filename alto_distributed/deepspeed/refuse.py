@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .build import whole_shape
+
 
 def refuse_unsupported(engine: Any, parameters: list[Any]) -> None:
     """Raise a ValueError for the first thing in the engine's config that ALTO must not be used with."""
@@ -14,7 +16,6 @@ def refuse_unsupported(engine: Any, parameters: list[Any]) -> None:
 
 def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
     stage = int(engine.zero_optimization_stage()) if engine.zero_optimization() else 0
-    offload = engine.zero_offload_optimizer()
     if engine.fp16_enabled() and stage == 0:
         yield (
             "fp16 at ZeRO stage 0 does not scale the loss (DeepSpeed does that under ZeRO only), so the update would "
@@ -32,7 +33,8 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
         yield 'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false'
     if engine.zero_partial_offload() < 1.0:
         yield 'offload with "ratio" below 1 needs DeepSpeedCPUAdam as its second optimizer; set "ratio": 1'
-    for name, config in (("offload_optimizer", offload), ("offload_param", engine.zero_offload_param())):
+    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
+    for name, config in offloads.items():
         if config is not None and str(getattr(config.device, "value", config.device)) == "nvme":
             yield f'{name} to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"'
     if engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients():
@@ -45,6 +47,5 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
     if engine.is_deepcompile_enabled():
         yield 'DeepCompile has not been tested; set "compile": {"deepcompile": false}'
     for p in (p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])):
-        shape = getattr(p, "ds_shape", p.shape)
-        if p.requires_grad and stage == 3 and 0 in shape:
-            yield f"a parameter without elements (shape {tuple(shape)}) breaks ZeRO stage 3; remove or freeze it"
+        if p.requires_grad and stage == 3 and 0 in whole_shape(p):
+            yield f"a parameter without elements (shape {whole_shape(p)}) breaks ZeRO stage 3; remove or freeze it"

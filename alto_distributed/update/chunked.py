@@ -53,7 +53,7 @@ def chunk_length(device: torch.device) -> int:
 def phase_one(pieces: Sequence[Piece], sums: torch.Tensor) -> None:
     for piece, scratch in _with_scratch(pieces, sums.dtype):
         c = piece.coefficients
-        for here, slot in _chunks(piece):
+        for here, slot in chunks(piece):
             m, v = piece.exp_avg[here], piece.exp_avg_sq[here]
             d = scratch.as_state_dtype(piece.grad[here])
             if piece.grad_ema is not None:
@@ -69,7 +69,7 @@ def phase_one(pieces: Sequence[Piece], sums: torch.Tensor) -> None:
 def phase_two(pieces: Sequence[Piece], step_sizes: torch.Tensor) -> None:
     for piece, scratch in _with_scratch(pieces, None):
         c = piece.coefficients
-        for here, slot in _chunks(piece):
+        for here, slot in chunks(piece):
             target = piece.param[here]
             theta = scratch.as_state_dtype(target)
             r = _direction(theta, piece.exp_avg[here], piece.exp_avg_sq[here], c, scratch)
@@ -100,7 +100,8 @@ def _direction(
     return r.add_(theta, alpha=c.weight_decay) if c.weight_decay != 0 else r
 
 
-def _chunks(piece: Piece) -> Iterator[tuple[slice, int]]:
+def chunks(piece: Piece) -> Iterator[tuple[slice, int]]:
+    """The spans of a piece with their slots, cut to the length of the buffers."""
     length = chunk_length(piece.param.device)
     for start, stop, slot in piece.spans:
         for low in range(start, stop, length):
