@@ -156,6 +156,7 @@ def main() -> None:
             say(line)
     last = validation_loss(model, valid, 64, args.length)
     say(f"done: validation {first:.4f} -> {last:.4f} nats a byte (perplexity {math.exp(last):.2f} a byte)")
+    dist.barrier()  # nobody leaves while another is still in its last collective
     dist.destroy_process_group()
 
 
