@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from . import state as states
+from .checkpoint import check_group_sizes, check_saved_state, load_exactly, saved_tensors
 from .config import check_alpha, check_beta
 from .errors import refuse_unsupported_gradient
 from .optimizer import ALTO
@@ -178,10 +179,10 @@ class E(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, all of it or nothing."""
-        states.load_exactly(self.base, self.base.load_state_dict, state_dict, self._check_saved, (states.GRAD_EMA,))
+        load_exactly(self.base, self.base.load_state_dict, state_dict, self._check_saved, (states.GRAD_EMA,))
 
     def _check_saved(self, state_dict: Any) -> None:
-        states.check_group_sizes(state_dict, self.param_groups)
+        check_group_sizes(state_dict, self.param_groups)
         for g, group in enumerate(state_dict["param_groups"]):
             if ALPHA not in group or BETA1 not in group:
                 raise ValueError(
@@ -189,10 +190,10 @@ class E(Optimizer):
                     "into the base optimizer first and then adapt that, to let grad_ema start from zero"
                 )
             _checked(group)
-        for g, i, param, saved in states.saved_tensors(state_dict, self.param_groups):
+        for g, i, param, saved in saved_tensors(state_dict, self.param_groups):
             if saved and state_dict["param_groups"][g][ALPHA] != 0:
                 advice = "a resumed run would differ from the saved one. Save again with E.state_dict()"
-                states.check_saved_state(g, i, param, saved, (states.GRAD_EMA,), advice)
+                check_saved_state(g, i, param, saved, (states.GRAD_EMA,), advice)
 
     # Hooks on saving and loading belong to the optimizer that saves and loads.
 

@@ -17,7 +17,7 @@ from .update.pieces import Piece
 from .update.reference import direction
 
 # Rows of the table of sums of squares.
-_GRADIENT, _ACCELERATION, _PARAMETER, _UPDATE = range(4)
+_GRADIENT, _ACCELERATION, _PARAMETER, _UPDATE = range(_ROWS := 4)
 
 
 class Reading(NamedTuple):
@@ -53,7 +53,7 @@ class Diagnostics:
 
     def before(self, pieces: Mapping[torch.device, Sequence[Piece]], table: NormTable) -> None:
         """Gradient and acceleration, while grad_ema still is that of the last step."""
-        self._sums = {device: table.zeros(device, rows=4) for device in pieces}
+        self._sums = {device: table.zeros(device, _ROWS) for device in pieces}
         for device, on_device in pieces.items():
             for piece, here, slot in _chunks(on_device):
                 g = piece.grad[here].to(piece.exp_avg.dtype)
@@ -80,7 +80,7 @@ class Diagnostics:
                 theta = piece.param[here].to(m.dtype)
                 self._sums[device][_PARAMETER, slot] += _squares(theta)
                 self._sums[device][_UPDATE, slot] += _squares(direction(theta, m, v, piece.coefficients))
-        sums = table.complete(self._sums)
+        sums = table.complete(self._sums, _ROWS)
         self._sums = {}
         self.unread = True
         self._held.update({label: (sums, ratios, table.slots[name]) for name, label in labels.items()})

@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from . import state as states
+from .checkpoint import check_saved_by_alto, load_exactly
 from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_betas, refuse_near_misses, refuse_unknown
 from .diagnostics import Diagnostics, Reading
 from .errors import UnsupportedTensor
@@ -116,8 +117,11 @@ class ALTO(Optimizer):
                 raise ValueError(f"{layout!r} is of another length than its tensor of {tensor.numel()} elements")
             if not layout.is_whole and not tensor.is_contiguous():
                 raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
-        if joined and self._diagnostics.every:
-            raise ValueError("diagnostics_every needs a tensor on every rank, and this one only joins; set it to 0")
+        if joined and self._diagnostics.every and not all(states.STEP in group for group in self.param_groups):
+            raise ValueError(
+                "diagnostics_every needs a tensor on every rank, or an engine that counts steps in the groups: a rank "
+                "that only joins cannot tell when a step is measured; set diagnostics_every to 0"
+            )
         self._use_layouts(layouts, joined)
 
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
@@ -174,7 +178,7 @@ class ALTO(Optimizer):
         plan = self._plan()
         hypers = [self._checked(group) for group in self.param_groups]
         work = self._collect(plan, hypers)
-        measured = work.over_every_parameter() if self._diagnostics.due(work.k) else None
+        measured = work.over_every_parameter() if self._diagnostics.due(work.k or self._step_of_groups()) else None
         if measured is not None:
             self._diagnostics.before(measured, plan.norms)
 
@@ -192,6 +196,11 @@ class ALTO(Optimizer):
         for target, flat in work.staged:
             target.copy_(flat.view(target.shape))
         return loss
+
+    def _step_of_groups(self) -> int:
+        """The number of this step on a rank that only joins, where the engine counts in the groups; else 0."""
+        done = [int(group[states.STEP]) for group in self.param_groups if states.STEP in group]
+        return max(done) + 1 if done and self._joined else 0
 
     def _checked(self, group: dict[str, Any]) -> Hyperparameters:
         """A group's hyperparameters, checked again: schedulers and users change them between steps."""
@@ -303,25 +312,10 @@ class ALTO(Optimizer):
         A checkpoint that lacks a state, or whose tensors do not fit, is refused before anything changes.
         Hyperparameters come from the checkpoint, as in ``torch.optim``.
         """
-        states.load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys)
+        load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys)
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        states.check_group_sizes(state_dict, self.param_groups)
-        for g, group in enumerate(state_dict["param_groups"]):
-            missing = [name for name in HYPERPARAMETER_NAMES if name not in group]
-            if missing:
-                raise ValueError(
-                    f"group {g} of the checkpoint has no {', '.join(map(repr, missing))}: it was not saved by ALTO. "
-                    "Load it into the optimizer that saved it"
-                )
-        hypers = [Hyperparameters.from_group(group) for group in state_dict["param_groups"]]
-        for g, i, param, saved in states.saved_tensors(state_dict, self.param_groups):
-            if saved is not None:
-                needed = [states.STEP, *self.state_keys]
-                if hypers[g].alpha == 0 and states.GRAD_EMA not in saved:
-                    needed.remove(states.GRAD_EMA)
-                advice = "a resumed run would differ from the saved one. Save again with ALTO.state_dict()"
-                states.check_saved_state(g, i, param, saved, needed, advice)
+        check_saved_by_alto(state_dict, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         lost = self._layouts_lost or bool(self._layouts) or bool(self._joined)

@@ -73,9 +73,9 @@ class NormTable:
         """All-reduces that :meth:`complete` runs."""
         return len(self._reductions)
 
-    def complete(self, partial: Mapping[torch.device, torch.Tensor]) -> torch.Tensor:
-        """The sums over this rank's devices and over every process group."""
-        tables = list(partial.values()) or [self.zeros(torch.device("cpu"))]
+    def complete(self, partial: Mapping[torch.device, torch.Tensor], rows: int = 2) -> torch.Tensor:
+        """The sums over this rank's devices (it may have none) and over every process group."""
+        tables = list(partial.values()) or [self.zeros(torch.device("cpu"), rows)]
         # An accelerator, if there is one, receives the others' few bytes rather than waiting for the host.
         tables.sort(key=lambda table: table.device.type == "cpu")
         sums = tables[0]

@@ -1,0 +1,110 @@
+"""What a saved state_dict must hold to be loaded: all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import state as states
+from .config import HYPERPARAMETER_NAMES, Hyperparameters
+from .sharding import dtensor
+
+
+def saved_tensors(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[int, int, torch.Tensor, Mapping[str, Any] | None]]:
+    """(group, position, parameter, saved state or None) for each parameter of an optimizer."""
+    for g, (group, saved) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
+        for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+            yield g, i, param, state_dict["state"].get(key)
+
+
+def check_saved_state(
+    g: int, i: int, param: torch.Tensor, saved: Mapping[str, Any], needed: Sequence[str], advice: str
+) -> None:
+    """Raise unless ``saved`` holds all of ``needed``, shaped like the parameter."""
+    where = f"parameter {i} of group {g}"
+    missing = [key for key in needed if key not in saved]
+    if missing:
+        raise ValueError(f"the checkpoint has no {', '.join(map(repr, missing))} for {where}; {advice}")
+    for key in needed:
+        value = saved[key]
+        if key != states.STEP and dtensor.is_dtensor(param) != dtensor.is_dtensor(value):
+            raise ValueError(
+                f"the checkpoint's {key!r} for {where} is a {type(value).__name__}, the parameter a "
+                f"{type(param).__name__}; save and load sharded state with torch.distributed.checkpoint"
+            )
+        if key != states.STEP and tuple(value.shape) != tuple(param.shape):
+            raise ValueError(
+                f"the checkpoint's {key!r} for {where} has shape {tuple(value.shape)}, the parameter has "
+                f"{tuple(param.shape)}; load it into the model and the sharding it was saved from"
+            )
+
+
+def check_group_sizes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless the checkpoint has the optimizer's groups with as many parameters in each."""
+    here = [len(group["params"]) for group in groups]
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    if here != saved:
+        raise ValueError(
+            f"the checkpoint has parameter groups of {saved} tensors, this optimizer has {here}; "
+            "build the groups as they were when the checkpoint was saved"
+        )
+
+
+def check_saved_by_alto(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless a state_dict is one of ALTO's that fits parameter groups, with every state it should have."""
+    check_group_sizes(state_dict, groups)
+    for g, group in enumerate(state_dict["param_groups"]):
+        missing = [name for name in HYPERPARAMETER_NAMES if name not in group]
+        if missing:
+            raise ValueError(
+                f"group {g} of the checkpoint has no {', '.join(map(repr, missing))}: it was not saved by ALTO. "
+                "Load it into the optimizer that saved it"
+            )
+    hypers = [Hyperparameters.from_group(group) for group in state_dict["param_groups"]]
+    for g, i, param, saved in saved_tensors(state_dict, groups):
+        if saved is not None:
+            needed = [states.STEP, states.EXP_AVG, states.EXP_AVG_SQ]
+            if hypers[g].alpha != 0 or states.GRAD_EMA in saved:
+                needed.append(states.GRAD_EMA)
+            advice = "a resumed run would differ from the saved one. Save again with ALTO.state_dict()"
+            check_saved_state(g, i, param, saved, needed, advice)
+
+
+def load_exactly(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    check: Callable[[Mapping[str, Any]], None],
+    keys: Sequence[str],
+) -> None:
+    """Run a torch optimizer's ``load`` on a checked state_dict, and keep the states named ``keys`` as saved.
+
+    torch casts floating-point states to the parameter's dtype, which would round float32 states of
+    bfloat16 parameters. What it loaded is seen through a pre-hook, after the user's own pre-hooks.
+    """
+    seen: list[dict[str, Any]] = []
+
+    def look(_: Optimizer, final: dict[str, Any]) -> None:
+        check(final)
+        seen.append(final)
+
+    handle = optimizer.register_load_state_dict_pre_hook(look)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    with torch.no_grad():
+        for _, _, param, saved in saved_tensors(seen[0], optimizer.param_groups):
+            if saved is None:
+                continue
+            state = optimizer.state[param]
+            for key in keys:
+                if key in saved:
+                    state[key] = states.match_layout(saved[key], param)
+            if isinstance(state.get(states.STEP), torch.Tensor):
+                state[states.STEP] = state[states.STEP].cpu()
