@@ -1,6 +1,7 @@
 """Register ALTO with the frameworks, then run the user's own script unchanged.
 
 torchrun --nproc-per-node 8 -m alto_distributed train.py --deepspeed --deepspeed_config ds.json
+torchrun --nproc-per-node 8 -m alto_distributed Megatron-LM/pretrain_gpt.py --optimizer alto --alto-alpha -5 ...
 """
 
 from __future__ import annotations

@@ -5,30 +5,39 @@ Nothing is imported that the user's program does not import itself.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-#: Framework -> the folder here that knows it. Importing the folder registers.
-FRAMEWORKS = {"deepspeed": "alto_distributed.deepspeed"}
+#: Module of a framework -> what makes ALTO known to it: a module here, which registers when it is imported,
+#: or a function of one, for a framework that arrives in several parts.
+FRAMEWORKS = {
+    "deepspeed": "alto_distributed.deepspeed",
+    # The whole of it: its optimizers are imported while it is still being imported itself.
+    "megatron.core": "alto_distributed.megatron",
+    # Megatron-LM's scripts; each of the two may be imported without the other, and in either order.
+    "megatron.training.arguments": "alto_distributed.megatron.command_line:patch_arguments",
+    "megatron.training.training": "alto_distributed.megatron.command_line:patch_training",
+}
 
 
 def register() -> None:
-    """Make ALTO known to DeepSpeed, in either order of imports. Calling it again changes nothing.
+    """Make ALTO known to DeepSpeed and Megatron, in either order of imports. Calling it again changes nothing.
 
     Raises:
         ValueError: a framework that is loaded already is of a version this package was not made for.
     """
-    for framework, folder in FRAMEWORKS.items():
+    for framework, ours in FRAMEWORKS.items():
         if framework in sys.modules:
-            importlib.import_module(folder)
-    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watch())
+            _register_with(ours)
+    if not any(isinstance(finder, _Frameworks) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Frameworks())
 
 
 def register_loaded() -> None:
@@ -37,35 +46,57 @@ def register_loaded() -> None:
     A framework of an unknown version may be loaded without ever seeing this optimizer, so that is a
     warning here and an error in :func:`register`.
     """
-    for framework, folder in FRAMEWORKS.items():
-        if framework in sys.modules and folder not in sys.modules:
+    for framework, ours in FRAMEWORKS.items():
+        if framework in sys.modules and ours.split(":")[0] not in sys.modules:
             try:
-                importlib.import_module(folder)
+                _register_with(ours)
             except ValueError as error:
                 warnings.warn(f"ALTO is not registered with {framework}, do not use it there: {error}", stacklevel=4)
 
 
-class _Watch(importlib.abc.MetaPathFinder):
-    """Sees a framework's import begin, and registers when it has ended."""
+def _register_with(ours: str) -> None:
+    module, _, function = ours.partition(":")
+    loaded = importlib.import_module(module)
+    if function:
+        getattr(loaded, function)()
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Sees a module's import begin, and acts when it has ended. To be put first in ``sys.meta_path``.
+
+    Args:
+        actions: name of a module -> what to do after it has been imported.
+    """
+
+    def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
+        self._actions = actions
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in FRAMEWORKS:
+        if fullname not in self._actions:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                _register_after(spec.loader, FRAMEWORKS[fullname])
+                _act_after(spec.loader, self._actions[fullname])
                 return spec
         return None
 
 
-def _register_after(loader: Any, folder: str) -> None:
+class _Frameworks(AfterImport):
+    def __init__(self) -> None:
+        super().__init__({framework: functools.partial(_register_with, ours) for framework, ours in FRAMEWORKS.items()})
+
+
+def _act_after(loader: Any, action: Callable[[], None]) -> None:
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        importlib.import_module(folder)
+        package, _, name = module.__name__.rpartition(".")
+        if package:  # Python binds it there when this has returned, and the action may want to say package.name
+            setattr(sys.modules[package], name, module)
+        action()
 
     loader.exec_module = exec_module

@@ -1,0 +1,70 @@
+"""Checkpoint formats of the distributed optimizer that would lose or corrupt something: refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .versions import STATE_KEYS_ARE_A_PROPERTY
+
+
+def refuse_format(wrapper: Any, name: str | None, is_loading: bool) -> None:
+    """Raise a ValueError if this optimizer cannot be saved in, or loaded from, a format.
+
+    Args:
+        wrapper: the distributed optimizer.
+        name: Megatron's ``distrib_optim_sharding_type``; None if the caller named none.
+        is_loading: described for loading, not for saving.
+    """
+    if name in (None, "fully_sharded_model_space"):
+        raise ValueError(
+            "Megatron's format fully_sharded_model_space, which is also what it takes if none is named, does not work "
+            "any more (flattened ranges are gone); name another: "
+            "sharded_state_dict(..., metadata={'distrib_optim_sharding_type': 'dp_reshardable'}), or "
+            "'fully_reshardable' to change tensor or pipeline parallelism"
+        )
+    if name == "fsdp_dtensor":
+        raise ValueError(
+            "fsdp_dtensor is the format of Megatron-FSDP, which ALTO is not for; use dp_reshardable or "
+            "fully_reshardable"
+        )
+    if name == "fully_reshardable" and not is_loading and corrupts_fully_reshardable(wrapper):
+        raise ValueError(
+            "megatron-core 0.16.1 writes wrong values into fully_reshardable checkpoints of this model, Adam's too: it "
+            "has several buckets, and padding between them. Save as dp_reshardable (leave out "
+            "--dist-ckpt-optim-fully-reshardable), or make one bucket (a larger bucket_size, --ddp-bucket-size, or no "
+            "--overlap-grad-reduce)"
+        )
+    if name == "dp_reshardable" and _some_rank_has_an_empty_bucket(wrapper):
+        raise ValueError(
+            "dp_reshardable needs a piece of every bucket on every data-parallel rank, and this model is too small for "
+            "that; use fully_reshardable (--dist-ckpt-optim-fully-reshardable), or larger buckets"
+        )
+
+
+def corrupts_fully_reshardable(wrapper: Any) -> bool:
+    """Whether a bucket begins elsewhere in the buffer than in the gathered tensor, which has no padding."""
+    if STATE_KEYS_ARE_A_PROPERTY:
+        return False  # mended there
+    for buffer in wrapper.buffers:
+        unpadded = 0
+        for bucket in buffer.buckets:
+            if bucket.offset != unpadded:
+                return True
+            unpadded += bucket.numel_unpadded
+    return False
+
+
+def _some_rank_has_an_empty_bucket(wrapper: Any) -> bool:
+    """The same answer on every rank, without asking: they all know how the buffers are cut."""
+    ranks = wrapper.data_parallel_group.size()
+    for buffer in wrapper.buffers:
+        for bucket in buffer.buckets:
+            share = bucket.grad_data.numel() // ranks
+            served = 0  # ranks from 0 on that hold a piece
+            for start, end, _ in sorted(buffer.param_index_map[param] for param in bucket.params):
+                if (start - bucket.offset) // share > served:
+                    return True
+                served = max(served, (end - 1 - bucket.offset) // share + 1)
+            if served < ranks:
+                return True
+    return False

@@ -1,0 +1,100 @@
+"""What the tensors of each Megatron wrapper are made of.
+
+    wrapper                             the optimizer's tensor is                 its whole parameter lies over
+    FP32Optimizer                       the parameter itself                      TP
+    Float16OptimizerWithFloat16Params   a float32 clone, or the parameter         TP
+    DistributedOptimizer                a flat float32 piece (a clone or a view)  the wrapper's data-parallel group, TP
+
+TP only for parameters that say ``tensor_model_parallel``; experts have a tensor-parallel group of their
+own. The wrapper's data-parallel group covers context parallelism, is confined to one optimizer instance,
+and for experts is theirs: all as the buffers were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+from ..sharding import LogicalParameter, Segment, ShardLayout
+
+
+class LayoutBuilder:
+    """Builds the layouts of every wrapper of one model.
+
+    Args:
+        model_chunks: the model's chunks on this rank; names of parameters come from them, and are the same
+            on all ranks of a data-parallel or tensor-parallel group, which share a pipeline stage.
+        process_groups: the ``ProcessGroupCollection`` that was given to Megatron, if any.
+    """
+
+    def __init__(self, model_chunks: Sequence[torch.nn.Module], process_groups: Any = None) -> None:
+        self.names: dict[torch.Tensor, str] = {
+            param: f"{i}.{name}" for i, chunk in enumerate(model_chunks) for name, param in chunk.named_parameters()
+        }
+        self.tensor_parallel = _group(process_groups, "tp", parallel_state.get_tensor_model_parallel_group)
+        self.expert_tensor_parallel = _group(process_groups, "expt_tp", parallel_state.get_expert_tensor_parallel_group)
+
+    def build(self, wrapper: Any) -> tuple[dict[torch.Tensor, ShardLayout], list[LogicalParameter]]:
+        """Layouts of a wrapper's tensors, and the parameters it joins in without holding a piece."""
+        if not isinstance(wrapper, DistributedOptimizer):
+            whole = {tensor: self._logical(param) for param, tensor in main_parameters(wrapper)}
+            return {tensor: ShardLayout.whole(logical, tensor.numel()) for tensor, logical in whole.items()}, []
+
+        # Every rank sums every parameter of the buffers, in pieces that may be empty.
+        every = {
+            param: self._logical(param, wrapper.data_parallel_group)
+            for buffer in wrapper.buffers
+            for param in buffer.param_index_map
+        }
+        layouts = {}
+        for param, shard in main_parameters(wrapper):
+            held = wrapper._get_model_param_range_map(param)["param"]
+            if shard.numel() != held.end - held.start:
+                raise ValueError(
+                    f"{every[param].name}: Megatron says that this rank holds elements {held.start} to {held.end}, and "
+                    f"its optimizer has {shard.numel()} of them; the distributed optimizer is not as we know it"
+                )
+            layouts[shard] = ShardLayout(shard.numel(), [Segment(every[param], 0, shard.numel())])
+        return layouts, list(every.values())
+
+    def _logical(self, param: torch.Tensor, *shard_groups: Any) -> LogicalParameter:
+        is_expert = not getattr(param, "allreduce", True)
+        tensor_parallel = self.expert_tensor_parallel if is_expert else self.tensor_parallel
+        shape, groups = list(param.shape), list(shard_groups)
+        if getattr(param, "tensor_model_parallel", False) and tensor_parallel is not None:
+            groups.append(tensor_parallel)
+            if shape:
+                shape[max(getattr(param, "partition_dim", 0), 0)] *= tensor_parallel.size()
+        return LogicalParameter(self.names[param], tuple(shape), tuple(groups))
+
+
+def main_parameters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(the model's parameter, the tensor that the optimizer steps in its place)."""
+    pairs: tuple[tuple[Any, Any], ...]
+    if isinstance(wrapper, DistributedOptimizer):
+        pairs = (
+            (wrapper.model_fp32_groups, wrapper.shard_fp32_groups),
+            (wrapper.model_float16_groups, wrapper.shard_fp32_from_float16_groups),
+        )
+    elif isinstance(wrapper, Float16OptimizerWithFloat16Params):
+        pairs = (
+            (wrapper.fp32_from_fp32_groups, wrapper.fp32_from_fp32_groups),
+            (wrapper.float16_groups, wrapper.fp32_from_float16_groups),
+        )
+    else:
+        own = [group["params"] for group in wrapper.optimizer.param_groups]
+        pairs = ((own, own),)
+    for of_model, of_optimizer in pairs:
+        for model_params, tensors in zip(of_model, of_optimizer, strict=True):
+            yield from zip(model_params, tensors, strict=True)
+
+
+def _group(process_groups: Any, name: str, usual: Any) -> Any:
+    if process_groups is not None and hasattr(process_groups, name):
+        return getattr(process_groups, name)
+    return usual(check_initialized=False)

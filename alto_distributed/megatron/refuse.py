@@ -1,0 +1,98 @@
+"""Combinations that cannot be right, or that have never run: refused before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor
+
+from ..sharding.dtensor import is_dtensor
+from . import config as configs
+
+#: What Megatron's scheduler and ours read from a parameter group.
+_OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "is_decoupled_lr")
+
+
+def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], overrides: Any) -> None:
+    """Raise a ValueError for the first thing that ALTO must not be used with."""
+    for problem in (*_in_config(config), *_in_overrides(overrides or {}), *_in_model(model_chunks)):
+        raise ValueError(f"ALTO under Megatron: {problem}")
+
+
+def _in_config(config: Any) -> Iterator[str]:
+    if config.use_precision_aware_optimizer:
+        raise ValueError(configs.PRECISION_AWARE)
+    if config.optimizer_cpu_offload:
+        yield (
+            "optimizer_cpu_offload splits the parameters between Adam on the CPU and Adam on the GPU; leave out "
+            "--optimizer-cpu-offload (the distributed optimizer over more ranks saves the same memory)"
+        )
+    if getattr(config, "optimizer_cuda_graph", False):
+        yield "optimizer_cuda_graph captures Adam's step; leave out --optimizer-cuda-graph"
+    if getattr(config, "use_layer_wise_distributed_optimizer", False):
+        yield (
+            "the layer-wise distributed optimizer has not been tested; set use_distributed_optimizer=True instead "
+            "(--use-distributed-optimizer)"
+        )
+    if config.overlap_param_gather_with_optimizer_step:
+        yield (
+            "overlap_param_gather_with_optimizer_step has not been tested; leave out "
+            "--overlap-param-gather-with-optimizer-step (--overlap-param-gather is fine)"
+        )
+    if not config.decoupled_weight_decay:
+        yield (
+            "decoupled_weight_decay=False adds the decay to the gradient, and ALTO's is part of its update; set "
+            "decoupled_weight_decay=True, as it is by default"
+        )
+    if config.reuse_grad_buf_for_mxfp8_param_ag:
+        yield "parameters in fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag"
+
+
+def _in_overrides(overrides: Mapping[Any, Mapping[str, Any]]) -> Iterator[str]:
+    for override in overrides.values():
+        for name in override:
+            if name not in _OVERRIDES:
+                yield (
+                    f"a config override sets {name!r} for some parameters, which would have no effect; ALTO takes "
+                    f"{', '.join(_OVERRIDES[:5])} there (muP's scaling of Adam's epsilon is not for ALTO)"
+                )
+
+
+def _in_model(model_chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+    for chunk in model_chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) or "FullyShardedDataParallel" in (
+            type(chunk).__name__
+        ):
+            yield (
+                "Megatron-FSDP keeps parameters and states in its own buffers; use the distributed optimizer "
+                "(--use-distributed-optimizer without --use-megatron-fsdp or --use-torch-fsdp2)"
+            )
+        model: Any = getattr(chunk, "config", None)
+        if (
+            getattr(model, "num_moe_experts", None)
+            and model.expert_model_parallel_size == 1
+            and model.expert_tensor_parallel_size != model.tensor_model_parallel_size
+        ):
+            yield (
+                "without expert parallelism Megatron treats experts as ordinary parameters, and reduces them over the "
+                "wrong groups unless expert_tensor_parallel_size equals tensor_model_parallel_size; make them equal, "
+                "or set expert_model_parallel_size above 1"
+            )
+        for module in chunk.modules():
+            if type(module).__name__ == "GroupedMLP":
+                yield (
+                    "GroupedMLP packs all experts of a rank into one tensor, so that the layer-wise ratio would depend "
+                    "on expert parallelism; use SequentialMLP (leave out --moe-grouped-gemm) or TEGroupedMLP "
+                    "(TransformerEngine installed, without --moe-use-legacy-grouped-gemm)"
+                )
+        for name, param in chunk.named_parameters():
+            if is_dtensor(param):
+                yield f"{name} is a DTensor; use Megatron's own DistributedDataParallel"
+            if is_float8tensor(param):
+                yield f"{name} is kept in fp8, which has not been tested; leave out --fp8-param-gather"
+    for group in ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size"):
+        if getattr(parallel_state, group, lambda: 1)() > 1:
+            yield "weights sharded for rematerialisation (GTP) have not been tested; set the GTP sizes to 1"

@@ -1,0 +1,42 @@
+"""Registration: one function of Megatron's is wrapped, wherever it has been imported to."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from megatron.core import optimizer as core_optimizer
+
+from .build import build
+from .config import NAME
+from .versions import check_version
+
+_FUNCTION = "get_megatron_optimizer"
+
+
+def register() -> None:
+    """Register with the megatron-core that is installed. Idempotent.
+
+    Raises:
+        ValueError: megatron-core is of a version this package was not made for.
+    """
+    original = getattr(core_optimizer, _FUNCTION)
+    if getattr(original, "knows_alto", False):
+        return
+    check_version()
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if str(bound.arguments["config"].optimizer).lower() == NAME:
+            return build(original, bound)
+        return original(*args, **kwargs)
+
+    get_megatron_optimizer.knows_alto = True  # type: ignore[attr-defined]
+    # "from megatron.core.optimizer import get_megatron_optimizer" may have been run before we came.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(_FUNCTION) is original:
+            setattr(module, _FUNCTION, get_megatron_optimizer)
