@@ -6,7 +6,9 @@ went. Each rank notes the outcome of each case in a file of its own; a case has 
 say so. If some ranks fail and others do not come out of a case (they wait in a collective), the launch is
 stopped, and the cases after it count as failed too.
 
-    python -m tests.launcher MODULE DIRECTORY      is what every rank runs
+    python -m tests.launcher MODULE[,MODULE...] DIRECTORY      is what every rank runs
+
+Modules that are named together share the ranks, and the seconds that importing a framework takes.
 """
 
 import ast
@@ -31,17 +33,21 @@ def worlds(*sizes):
 
 
 @functools.cache
-def cases_of(module, world):
-    """Names of a module's cases for a world size, read from its source: importing it may import DeepSpeed."""
-    source = (REPO / module.replace(".", "/")).with_suffix(".py").read_text()
-    names = []
-    for node in ast.parse(source).body:
-        for mark in getattr(node, "decorator_list", ()):
-            if not isinstance(mark, ast.Call) or ast.unparse(mark.func) != "worlds":
-                continue
-            if world in [ast.literal_eval(size) for size in mark.args]:
-                names.append(node.name)
-    return names
+def cases_of(modules, world):
+    """Modules' cases for a world size, (module, name) each, read from their source: importing may import DeepSpeed."""
+    cases = []
+    for module in modules.split(","):
+        source = (REPO / module.replace(".", "/")).with_suffix(".py").read_text()
+        for node in ast.parse(source).body:
+            for mark in getattr(node, "decorator_list", ()):
+                if not isinstance(mark, ast.Call) or ast.unparse(mark.func) != "worlds":
+                    continue
+                if world in [ast.literal_eval(size) for size in mark.args]:
+                    cases.append((module, node.name))
+    names = [name for _, name in cases]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two cases of {modules} have one name")
+    return cases
 
 
 def environment(**more):
@@ -66,7 +72,7 @@ def launch(module, world, directory, timeout=600):
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=timeout)
     log = done.stdout + done.stderr
     outcomes = [_read(directory, module, world, rank) for rank in range(world)]
-    return {case: _verdict(case, outcomes, log) for case in cases_of(module, world)}
+    return {case: _verdict(case, outcomes, log) for _, case in cases_of(module, world)}
 
 
 def every_case(module, *world_sizes):
@@ -76,7 +82,7 @@ def every_case(module, *world_sizes):
     return [
         pytest.param(world, case, id=f"{world} ranks-{case}")
         for world in world_sizes
-        for case in cases_of(module, world)
+        for _, case in cases_of(module, world)
     ]
 
 
@@ -103,7 +109,8 @@ def _notes(directory, module, world, rank):
 
 def _read(directory, module, world, rank):
     path = _notes(directory, module, world, rank)
-    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: problem for name, problem, _ in map(json.loads, lines)}
 
 
 def _all_through(case, world, patience=60):
@@ -127,17 +134,17 @@ def _rank_main(module, directory):
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     with _notes(directory, module, world, rank).open("w") as notes:
-        for name in cases_of(module, world):
+        for home, name in cases_of(module, world):
             if os.environ.get("ALTO_CASES", "") not in name:
                 continue  # to try one case by hand
-            case = getattr(importlib.import_module(module), name)
+            case = getattr(importlib.import_module(home), name)
             torch.manual_seed(1234)
-            problem = None
+            problem, began = None, time.monotonic()
             try:
                 case(**({"directory": Path(directory)} if "directory" in inspect.signature(case).parameters else {}))
             except BaseException:
                 problem = traceback.format_exc()
-            notes.write(json.dumps([name, problem]) + "\n")
+            notes.write(json.dumps([name, problem, round(time.monotonic() - began, 1)]) + "\n")
             notes.flush()
             if not _all_through(name, world):
                 os._exit(1)

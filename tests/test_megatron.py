@@ -1,19 +1,24 @@
-"""Megatron in float32: each case of tests/ranks/megatron.py and megatron_parallel.py a test."""
+"""Megatron: each case of tests/ranks/megatron*.py a test. They share their ranks, for Megatron takes long to import."""
 
 import pytest
 
-from .launcher import check, every_case
+from .launcher import check, every_case, launch
 
-LAYOUTS, PARALLEL = "tests.ranks.megatron", "tests.ranks.megatron_parallel"
+MODULES = ",".join(
+    f"tests.ranks.{name}"
+    for name in (
+        "megatron_refusals",
+        "megatron",
+        "megatron_parallel",
+        "megatron_precision",
+        "megatron_checkpoints",
+        "engines",  # the last: DeepSpeed comes in here
+    )
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "case"), every_case(LAYOUTS, 2, 4))
+@pytest.mark.parametrize(("world", "case"), every_case(MODULES, 2, 1, 4))
 def test_megatron(world, case, directory):
-    check(LAYOUTS, world, case, directory)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "case"), every_case(PARALLEL, 2, 4))
-def test_megatron_pipelines_experts_and_contexts(world, case, directory):
-    check(PARALLEL, world, case, directory)
+    launch(MODULES, 2, directory, timeout=1200)  # saves the checkpoints that the others load
+    check(MODULES, world, case, directory)

@@ -153,7 +153,16 @@ def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any) -> A
     if not isinstance(config, OptimizerConfig):
         raise ValueError(_unknown(f"get_megatron_optimizer_config returns a {type(config).__name__} first"))
     known = {f.name: getattr(config, f.name) for f in fields(AltoOptimizerConfig) if f.init and hasattr(config, f.name)}
+    known["alto_checkpoint_format"] = _checkpoint_format(args)
     return AltoOptimizerConfig(**{**known, **_given(args), "optimizer": NAME}), *rest
+
+
+def _checkpoint_format(args: Any) -> str:
+    """What the distributed optimizer will be saved as: worth refusing before hours of training, if it must be."""
+    saves = getattr(args, "save", None) and getattr(args, "ckpt_format", None) == "torch_dist"
+    if not saves or not args.use_distributed_optimizer or getattr(args, "no_save_optim", None):
+        return ""
+    return "fully_reshardable" if getattr(args, "dist_ckpt_optim_fully_reshardable", False) else "dp_reshardable"
 
 
 def _given(args: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ NAME = "alto"
 class AltoOptimizerConfig(OptimizerConfig):
     """Megatron's ``OptimizerConfig`` for ALTO; ``lr``, ``weight_decay`` and all the rest keep their meaning.
 
-    Building one checks it. A plain ``OptimizerConfig(optimizer="alto", lr=...)`` is accepted too, and
-    stands for the values below.
+    Building one checks it. A plain ``OptimizerConfig(optimizer="alto", lr=...)`` is accepted too, and has the
+    ``alto_`` values below; its weight decay is Megatron's own default, 0.01.
     """
 
     optimizer: str = NAME
@@ -51,6 +51,10 @@ class AltoOptimizerConfig(OptimizerConfig):
 
     alto_adopt: bool = False
     """The checkpoint to load is one of Adam's: keep weights, moments and step count, start grad_ema from zero."""
+
+    alto_checkpoint_format: str = ""
+    """The format in which the distributed optimizer will be saved, if it is known: one that cannot be right for this
+    model is then refused when the optimizer is built, not at the first save."""
 
     def __post_init__(self) -> None:
         if self.use_precision_aware_optimizer:  # Megatron would fail an assertion that names Adam

@@ -7,6 +7,7 @@ megatron-core 0.16.1, which writes two names out, the gathering and scattering o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from .. import state as states
 from ..optimizer import ALTO
 from . import config as configs
-from .formats import refuse_format
+from .formats import CORRUPTED, corrupts_fully_reshardable, refuse_format
 from .gathering import agree, gather, require_gloo, scatter
 from .layout import main_parameters
 from .saved import has_third_state, take_over, told_apart
@@ -33,6 +34,10 @@ class AltoDistributedOptimizer(DistributedOptimizer):
         # Megatron's own map from a parameter to its place among the shards is wrong where dtypes mix in a group.
         self._alto_shards = dict(main_parameters(self))
         self._alto_describing = False  # a state_dict is being described, for loading into
+        if configs.of(self.config, "checkpoint_format"):
+            refuse_format(self, configs.of(self.config, "checkpoint_format"), is_loading=False)
+        elif corrupts_fully_reshardable(self):
+            warnings.warn(f"do not save as fully_reshardable: {CORRUPTED}", stacklevel=5)
         self._alto_without_third = False  # grad_ema is left out, because it is missing or goes its own way
 
     # -- which states ---------------------------------------------------------------------------------

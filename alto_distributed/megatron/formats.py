@@ -6,6 +6,14 @@ from typing import Any
 
 from .versions import STATE_KEYS_ARE_A_PROPERTY
 
+CORRUPTED = (
+    "megatron-core 0.16.1 writes wrong values into fully_reshardable checkpoints of this model, Adam's too: it has "
+    "several buckets, and padding between them. Save as dp_reshardable (leave out "
+    "--dist-ckpt-optim-fully-reshardable), or make the buckets fit: one bucket (a larger bucket_size, "
+    "--ddp-bucket-size), or sizes of parameters that are multiples of 128. An embedding that is tied over pipeline "
+    "stages has a bucket of its own in any case"
+)
+
 
 def refuse_format(wrapper: Any, name: str | None, is_loading: bool) -> None:
     """Raise a ValueError if this optimizer cannot be saved in, or loaded from, a format.
@@ -28,12 +36,7 @@ def refuse_format(wrapper: Any, name: str | None, is_loading: bool) -> None:
             "fully_reshardable"
         )
     if name == "fully_reshardable" and not is_loading and corrupts_fully_reshardable(wrapper):
-        raise ValueError(
-            "megatron-core 0.16.1 writes wrong values into fully_reshardable checkpoints of this model, Adam's too: it "
-            "has several buckets, and padding between them. Save as dp_reshardable (leave out "
-            "--dist-ckpt-optim-fully-reshardable), or make one bucket (a larger bucket_size, --ddp-bucket-size, or no "
-            "--overlap-grad-reduce)"
-        )
+        raise ValueError(CORRUPTED)
     if name == "dp_reshardable" and _some_rank_has_an_empty_bucket(wrapper):
         raise ValueError(
             "dp_reshardable needs a piece of every bucket on every data-parallel rank, and this model is too small for "

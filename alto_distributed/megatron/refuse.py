@@ -82,7 +82,7 @@ def _in_model(model_chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
                 "or set expert_model_parallel_size above 1"
             )
         for module in chunk.modules():
-            if type(module).__name__ == "GroupedMLP":
+            if any(cls.__name__ == "GroupedMLP" for cls in type(module).__mro__):
                 yield (
                     "GroupedMLP packs all experts of a rank into one tensor, so that the layer-wise ratio would depend "
                     "on expert parallelism; use SequentialMLP (leave out --moe-grouped-gemm) or TEGroupedMLP "

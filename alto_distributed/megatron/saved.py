@@ -54,7 +54,7 @@ def take_over(
             f"{with_it} has {GRAD_EMA!r} and {without} has not (alpha 0 is LAMB): load with the alpha that was saved, "
             f"alto_alpha={saved[0]['alpha']} (--alto-alpha)"
         )
-    for name in _FIXED:
+    for name in _FIXED:  # the same in all groups: overrides of them are refused
         if saved[0][name] != current[0][name]:
             warnings.warn(
                 f"ALTO goes on with the checkpoint's {name}={saved[0][name]}, not with this run's {current[0][name]}",
@@ -72,6 +72,8 @@ def _adopted(saved: dict[str, Any], current: Mapping[str, Any]) -> dict[str, Any
             group[name] = current[name]
     group[STEP] = int(saved.get(STEP, 0))
     group["decayed"] = saved.get("wd_mult", saved.get("pre_wd_mult", 1.0)) != 0
+    if not group["decayed"]:  # Adam's groups say otherwise until a scheduler's first step
+        group["weight_decay"] = 0.0
     return group
 
 

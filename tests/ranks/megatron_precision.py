@@ -116,7 +116,7 @@ def case_bitwise_the_reference_that_rounds_at_the_same_points():
                 assert (engine.optimizer.get_loss_scale() > SCALE) == (precision == torch.float16)
 
 
-@worlds(2, 4)
+@worlds(2)
 def case_sharded_is_bitwise_replicated():
     """Each rank with its own sequences; on two ranks, where sums have but one order. On four, TP by DP."""
     world = dist.get_world_size()
