@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All checks: lint, format, types, tests. Arguments go to pytest: scripts/test.sh -k layout -m "not slow"
 #
-#   JOBS=2      test files that run at a time; 0 runs them one after the other in this process
+#   EXHAUSTIVE=1  also the variations that everyday runs leave out, such as every setting at four ranks
+#   JOBS=2        test files that run at a time; 0 runs them one after the other in this process
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 cd "$ROOT"

@@ -26,10 +26,19 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 
 
-def worlds(*sizes):
-    """Mark a case for some world sizes, given as plain numbers."""
-    del sizes  # read by cases_of
+#: Also what two cores have no time for in everyday runs: variations of what is tested anyway.
+EXHAUSTIVE = bool(os.environ.get("EXHAUSTIVE"))
+
+
+def worlds(*sizes, exhaustive=()):
+    """Mark a case for some world sizes, given as plain numbers, and some more for exhaustive runs."""
+    del sizes, exhaustive  # read by cases_of
     return lambda case: case
+
+
+def some(cases, world):
+    """All of a case's variations at two ranks and in exhaustive runs; every third at other world sizes."""
+    return cases if world == 2 or EXHAUSTIVE else dict(list(cases.items())[::3])
 
 
 @functools.cache
@@ -42,7 +51,10 @@ def cases_of(modules, world):
             for mark in getattr(node, "decorator_list", ()):
                 if not isinstance(mark, ast.Call) or ast.unparse(mark.func) != "worlds":
                     continue
-                if world in [ast.literal_eval(size) for size in mark.args]:
+                sizes = [ast.literal_eval(size) for size in mark.args]
+                for keyword in mark.keywords if EXHAUSTIVE else ():
+                    sizes += ast.literal_eval(keyword.value)
+                if world in sizes:
                     cases.append((module, node.name))
     names = [name for _, name in cases]
     if len(set(names)) < len(names):

@@ -95,7 +95,7 @@ def case_data_parallel_of_four():
     check_parity("two optimizer instances, small buckets", Job(), Layout(instances=2), **SMALL_BUCKETS)
 
 
-@worlds(2, 4)
+@worlds(2, exhaustive=[4])
 def case_small_buckets_are_several():
     with parallel(Layout()):
         for buffer in Megatron(Job(), Layout(), **SMALL_BUCKETS).chunks[0].buffers:
@@ -116,7 +116,7 @@ def case_tensor_parallel_variants():
     check_parity("ratio for all", Job(layerwise="all"), Layout(tensor=2))
 
 
-@worlds(4)
+@worlds(exhaustive=[4])
 def case_tensor_parallel_of_four():
     check_parity("TP4", Job(), Layout(tensor=4))
 

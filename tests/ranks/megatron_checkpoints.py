@@ -82,18 +82,18 @@ RUNS = {
     "DP2, scheduled": Run(("fully", "dp"), SCHEDULED),
     "TP2, FP32Optimizer, scheduled": Run(("replicated",), SCHEDULED, TP2, distributed=False),
     "DP2, bf16": Run(("fully", "dp"), BF16),
-    "DP2, fp16": Run(("fully", "dp"), FP16, options=SCALER),
+    "DP2, fp16": Run(("fully",), FP16, options=SCALER),
     "DP2, buckets": Run(("dp", "dp zero"), bucket_size=6000),
     "DP2, buckets without padding": Run(("fully",), EVEN, bucket_size=4000),
     "DP2, one rank holds nothing": Run(("fully", "dp zero"), TINY),
     "DP2, LAMB": Run(
-        ("fully", "dp", "dp zero"), options=(("alto_alpha", 0.0),), tensors=("model", "master", *ALTO.state_keys[:2])
+        ("fully", "dp"), options=(("alto_alpha", 0.0),), tensors=("model", "master", *ALTO.state_keys[:2])
     ),
     "TP2": Run(("fully", "dp"), layout=TP2),
     "TP2, FP32Optimizer": Run(("replicated", "files"), layout=TP2, distributed=False),
     "TP2, Float16Optimizer": Run(("replicated", "files"), BF16, TP2, distributed=False),
     "TP2, Float16Optimizer, fp16": Run(("replicated",), FP16, TP2, distributed=False, options=SCALER),
-    "EP2": Run(("fully", "dp", "dp zero", "files"), Job(layers=1, tied=False, experts=4), Layout(expert=2)),
+    "EP2": Run(("fully", "dp"), Job(layers=1, tied=False, experts=4), Layout(expert=2)),
 }
 
 

@@ -41,7 +41,7 @@ def case_pipeline_of_tensor_parallel_stages():
 # -- context parallelism -------------------------------------------------------------------------------
 
 
-@worlds(2, 4)
+@worlds(2, exhaustive=[4])
 def case_context_parallel():
     """Context-parallel ranks shard the optimizer as data-parallel ones do, so norms run over both."""
 
@@ -51,7 +51,7 @@ def case_context_parallel():
     check_parity("CP", Job(), Layout(context=2), then=shards_lie_over_all)
 
 
-@worlds(4)
+@worlds(exhaustive=[4])
 def case_context_and_tensor_parallel():
     check_parity("CP and TP", Job(), Layout(context=2, tensor=2))
 
@@ -90,7 +90,7 @@ def case_experts_over_data_parallel_ranks():
     check_parity("EP", SOME_EXPERTS_FROZEN, Layout(expert=2), then=groups_differ_in_size)
 
 
-@worlds(4)
+@worlds(exhaustive=[4])
 def case_experts_with_tensor_parallel_ranks_of_their_own():
     """The experts' tensor-parallel group is not that of the dense parameters, in either direction."""
     check_parity("TP2, EP2, ETP2", EXPERTS, Layout(tensor=2, expert=2, expert_tensor=2, sequence_parallel=True))

@@ -22,7 +22,7 @@ from alto_distributed import ALTO
 from alto_distributed.deepspeed.build import split_bare_parameters
 from alto_distributed.deepspeed.layout import LayoutBuilder
 
-from ..launcher import worlds
+from ..launcher import some, worlds
 
 # Half precision runs on any CPU in torch; DeepSpeed asks for hardware support, which this is not about.
 get_accelerator().is_fp16_supported = lambda: True
@@ -212,7 +212,7 @@ def check_float32(label, zero, cell):
 
 @worlds(1, 2, 4)
 def case_float32_cells():
-    for label, (zero, cell) in FLOAT32_CELLS.items():
+    for label, (zero, cell) in some(FLOAT32_CELLS, dist.get_world_size()).items():
         check_float32(label, zero, cell)
 
 
@@ -331,7 +331,7 @@ LOW_CELLS = {
 
 @worlds(1, 2, 4)
 def case_low_precision_cells_are_bitwise_right():
-    for label, (zero, precision, cell) in LOW_CELLS.items():
+    for label, (zero, precision, cell) in some(LOW_CELLS, dist.get_world_size()).items():
         accumulation = cell.get("accumulation", 1)
         ds_config = config(zero, clip=0.0, accumulation=accumulation, **precision)
         ds_config["train_micro_batch_size_per_gpu"] = 8
