@@ -1,7 +1,8 @@
-"""Register ALTO with the frameworks, then run the user's own script unchanged.
+"""Register ALTO with the frameworks, then run the user's own script unchanged; or one of our own commands.
 
 torchrun --nproc-per-node 8 -m alto_distributed train.py --deepspeed --deepspeed_config ds.json
 torchrun --nproc-per-node 8 -m alto_distributed Megatron-LM/pretrain_gpt.py --optimizer alto --alto-alpha -5 ...
+torchrun --nproc-per-node 8 -m alto_distributed pretrain --config configs/gpt2-345m.yaml
 """
 
 from __future__ import annotations
@@ -12,12 +13,23 @@ from pathlib import Path
 
 from .registration import register
 
+#: Ours, in alto_distributed.pretrain; anything else is a script.
+COMMANDS = ("prepare", "pretrain", "compare", "report")
+USAGE = f"""usage: python -m alto_distributed SCRIPT [arguments of the script ...]
+       python -m alto_distributed {{{",".join(COMMANDS)}}} [--help]"""
+
 
 def main() -> None:
     # DeepSpeed's launcher (--module) puts the rank between the module and its arguments; it is meant for the script.
     rank = [sys.argv.pop(1)] if sys.argv[1:] and sys.argv[1].startswith("--local_rank=") else []
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        raise SystemExit("usage: python -m alto_distributed SCRIPT [arguments of the script ...]")
+        raise SystemExit(USAGE)
+    if sys.argv[1] in COMMANDS and not Path(sys.argv[1]).is_file():
+        register()
+        from .pretrain.commands import main as command
+
+        command([sys.argv[1], *rank, *sys.argv[2:]])
+        return
     script = Path(sys.argv[1])
     if not script.is_file():
         raise SystemExit(f"alto_distributed: there is no script {script}")

@@ -14,6 +14,7 @@ from .test_deepspeed_launch import CONFIGS, RUNNER, SCRIPTS, TORCHRUN, report_in
 LARGE = sorted(CONFIGS.glob("gpt2-345m-*.json"))
 TINY = sorted(CONFIGS.glob("tiny-*.json"))
 TRAINER = sorted(CONFIGS.glob("trainer-*.json"))
+PRETRAIN = sorted(CONFIGS.glob("pretrain-*.json"))  # see test_pretrain_deepspeed.py
 
 
 def name_of(path):
@@ -36,7 +37,7 @@ def as_deepspeed_reads(config, world, monkeypatch):
 def test_the_readme_comments_every_file_and_no_other():
     told = re.findall(r"^\| `([\w-]+\.json)` \|", (CONFIGS / "README.md").read_text(), re.M)
     assert sorted(told) == sorted(path.name for path in CONFIGS.glob("*.json"))
-    assert len(LARGE) + len(TINY) + len(TRAINER) == len(told) == 10
+    assert len(LARGE) + len(TINY) + len(TRAINER) + len(PRETRAIN) == len(told) == 13
 
 
 @pytest.mark.parametrize("path", LARGE, ids=name_of)

@@ -1,0 +1,159 @@
+"""``python -m alto_distributed prepare | pretrain | compare | report``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from . import config, memory, report
+from .config import Run
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one of the commands; a problem with its settings ends in a message, not a traceback."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.action(options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"alto_distributed {options.command}: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    from .data import command as preparing
+
+    parser = argparse.ArgumentParser("python -m alto_distributed", description="GPT-2 pretraining with ALTO.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    preparation = commands.add_parser("prepare", help="turn text into data to train on")
+    preparing.add_arguments(preparation)
+    preparation.set_defaults(action=preparing.main)
+
+    pretraining = commands.add_parser("pretrain", help="train, or go on training; under torchrun, mpirun or deepspeed")
+    _common(pretraining)
+    pretraining.add_argument("--engine", choices=config.ENGINES, help="overrides the settings")
+    pretraining.add_argument("--optimizer", help="overrides optimizer.name, with that optimizer's own defaults")
+    pretraining.add_argument("--into", type=Path, help="directory of the run (default: runs/CONFIG-ENGINE-OPTIMIZER)")
+    pretraining.add_argument("--stop-at", type=int, metavar="STEP", help="stop there with a checkpoint, to go on later")
+    pretraining.add_argument("--dry-run", action="store_true", help="print what would run, memory and batch arithmetic")
+    pretraining.add_argument("--world", type=int, metavar="RANKS", help="for --dry-run: how many ranks there would be")
+    pretraining.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
+    pretraining.set_defaults(action=_pretrain)
+
+    comparison = commands.add_parser("compare", help="train with several optimizers from the same weights and data")
+    _common(comparison)
+    comparison.add_argument("--engine", choices=config.ENGINES, help="overrides the settings")
+    comparison.add_argument(
+        "--optimizers", nargs="+", required=True, metavar="NAME[:KEY=VALUE,...]", help="like alto adamw:lr=1e-3"
+    )
+    comparison.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: 2)")
+    comparison.add_argument("--into", type=Path, default=Path("runs/compare"), help="directory of the runs")
+    comparison.set_defaults(action=_compare)
+
+    reporting = commands.add_parser("report", help="table and figure of runs")
+    reporting.add_argument("runs", nargs="+", type=Path)
+    reporting.add_argument("--into", type=Path, help="where to write report.md and report.png (default: the first run)")
+    reporting.set_defaults(action=_report)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, required=True, help="settings: configs/*.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def _settings(options: argparse.Namespace) -> Run:
+    overrides = list(options.overrides)
+    if options.engine:
+        overrides.insert(0, f"engine={options.engine}")
+    run = config.load(options.config, overrides)
+    name = getattr(options, "optimizer", None)
+    if name and name != run.optimizer.name:
+        named = [f"optimizer={{name: {name}}}"]
+        run = config.load(options.config, [*named, *overrides])
+    return run
+
+
+def _pretrain(options: argparse.Namespace) -> None:
+    run = _settings(options)
+    directory = options.into or Path("runs") / f"{options.config.stem}-{run.engine}-{run.optimizer.name}"
+    if options.dry_run:
+        print(plan(run, options.world or int(os.environ.get("WORLD_SIZE", "1")), directory))
+        return
+    from .loop import train
+
+    steps = train(run, directory, options.stop_at)
+    if steps == run.training.iterations and int(os.environ["RANK"]) == 0:
+        text, drawing = report.write([directory], directory)
+        print(f"{text}\n\nfigure: {drawing}")
+
+
+def plan(run: Run, world: int, directory: Path) -> str:
+    """What a run would be like on ``world`` ranks: batch arithmetic and memory.
+
+    Raises:
+        ValueError: the batch does not divide over the ranks, or the ranks not over the model.
+    """
+    model_parallel = 1
+    if run.engine == "megatron":
+        model_parallel = run.megatron.tensor_parallel * run.megatron.pipeline_parallel
+    if world % model_parallel:
+        raise ValueError(
+            f"{world} ranks are not a multiple of tensor_parallel x pipeline_parallel = {model_parallel}; add ranks, "
+            "or set megatron.tensor_parallel and megatron.pipeline_parallel"
+        )
+    data_parallel, t, m = world // model_parallel, run.training, run.model
+    accumulation = run.accumulation(data_parallel)
+    need = memory.estimate(run, world)
+    parts = ", ".join(f"{f.name} {_gib(getattr(need, f.name))}" for f in fields(need))
+    return "\n".join(
+        [
+            f"run         {directory}",
+            f"engine      {run.engine}, {t.precision}, {world} ranks"
+            + (f" = {data_parallel} data-parallel x {model_parallel} model-parallel" if model_parallel > 1 else ""),
+            f"model       {memory.parameter_count(run):,} parameters, {m.layers} layers, hidden {m.hidden}, "
+            f"sequence {m.sequence}",
+            f"optimizer   {run.optimizer.name}, lr {run.optimizer.lr:g}",
+            f"batch       {t.micro_batch} micro x {accumulation} accumulated x {data_parallel} data-parallel = "
+            f"{t.global_batch} samples, {t.global_batch * m.sequence:,} tokens a step, {t.iterations} steps",
+            f"memory      about {_gib(need.total)} a rank: {parts}",
+        ]
+    )
+
+
+def _compare(options: argparse.Namespace) -> None:
+    directories = []
+    for choice in options.optimizers:
+        name, _, settings = choice.partition(":")
+        directory = options.into / choice.replace(":", "-").replace(",", "-").replace("/", "_")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+        command += [*_entry(), "pretrain", "--config", str(options.config), "--into", str(directory)]
+        command += ["--optimizer", name, *(["--engine", options.engine] if options.engine else [])]
+        command += [f"optimizer.{setting}" for setting in settings.split(",") if setting] + options.overrides
+        print(f"+ {shlex.join(command)}", flush=True)
+        subprocess.run(command, check=True)
+        directories.append(directory)
+    text, drawing = report.write(directories, options.into)
+    print(f"{text}\n\nfigure: {drawing}")
+
+
+def _entry() -> list[str]:
+    """How this program was started, for ranks that should be started the same way: as a module, or by a script."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return ["-m", "alto_distributed"] if spec is not None else [str(Path(str(main.__file__)).resolve())]
+
+
+def _report(options: argparse.Namespace) -> None:
+    text, drawing = report.write(options.runs, options.into or options.runs[0])
+    print(f"{text}\n\nfigure: {drawing}")
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"

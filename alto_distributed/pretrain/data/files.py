@@ -1,0 +1,127 @@
+"""A prepared directory: its manifest, and its token files in Megatron's indexed format."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import tokenizer
+from .sources import checksum
+
+MANIFEST = "manifest.json"
+UNFINISHED = "unfinished"
+"""Folder of a preparation that is under way or was interrupted."""
+FORMAT = 1
+SPLITS = ("train", "valid", "test")
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = np.dtype(
+    [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")]
+)  # packed: 34 bytes
+_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.uint16), 4: np.dtype(np.int32)}
+
+
+def token_dtype(vocabulary: int) -> np.dtype[Any]:
+    """The type of a token on disk, by Megatron's own rule.
+
+    Raises:
+        ValueError: the vocabulary is too large for any.
+    """
+    if vocabulary > 2**31 - 1:
+        raise ValueError(f"a vocabulary of {vocabulary} does not fit into int32, the widest type of tokens on disk")
+    return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write beside, then rename: a file of this name is whole."""
+    beside = path.with_name(f"beside-{os.getpid()}-{path.name}")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    sync(beside)
+    beside.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has it, so that no loss of power can leave a renamed file empty."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def read_manifest(directory: str | Path) -> dict[str, Any]:
+    """What ``prepare`` says about what it wrote.
+
+    Raises:
+        ValueError: nothing was prepared there, or not to the end, or by another version of this package.
+    """
+    path = Path(directory) / MANIFEST
+    again = f"python -m alto_distributed prepare --output {directory}"
+    if not path.is_file():
+        if (Path(directory) / UNFINISHED).is_dir():
+            raise ValueError(f"the preparation of {directory} was interrupted; run the same command again: {again} ...")
+        raise ValueError(f"{directory} holds no prepared data; prepare some with {again} [INPUT ...]")
+    try:
+        manifest = json.loads(path.read_text())
+        found = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); prepare the data again: {again} --force ...") from None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found}, and this version reads {FORMAT}; prepare the data again: {again}")
+    return dict(manifest)
+
+
+def open_tokens(directory: str | Path, split: str) -> NDArray[Any]:
+    """All tokens of a split, mapped into memory, after their files have been found whole.
+
+    Raises:
+        ValueError: there is no such split, or a file of it is missing, cut short or of another size or kind than it
+            should be.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} is not one of {', '.join(SPLITS)}")
+    counts = read_manifest(directory)["splits"][split]
+    if not counts["documents"]:
+        raise ValueError(f"{directory} has no {split} split: it was prepared with a share of 0 for it")
+    data, index = (Path(directory) / f"{split}.{end}" for end in ("bin", "idx"))
+    for path in (data, index):
+        expected = counts[path.name]["bytes"]
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; prepare the data again with --force")
+        if path.stat().st_size != expected:
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes and should have {expected}: it is truncated or is another "
+                "file; copy it again, or prepare the data again with --force"
+            )
+    dtype = _check_index(index, counts["documents"], counts["tokens"])
+    return np.memmap(data, dtype=dtype, mode="r", shape=(counts["tokens"],))
+
+
+def _check_index(path: Path, documents: int, tokens: int) -> np.dtype[Any]:
+    header = np.fromfile(path, dtype=_HEADER, count=1)[0]
+    # numpy strips the zero bytes at the end of the magic word
+    if header["magic"] != _MAGIC.rstrip(b"\0") or header["version"] != 1 or int(header["dtype"]) not in _DTYPES:
+        raise ValueError(f"{path} is damaged: it does not begin like a Megatron index of tokens")
+    if header["sequences"] != documents or header["documents"] != documents + 1:
+        raise ValueError(f"{path} is damaged: it has {header['sequences']} documents and should have {documents}")
+    lengths = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.itemsize, shape=(documents,))
+    if (total := int(lengths.sum(dtype=np.int64))) != tokens:
+        raise ValueError(f"{path} is damaged: its documents have {total} tokens and should have {tokens}")
+    return _DTYPES[int(header["dtype"])]
+
+
+def open_tokenizer(directory: str | Path) -> tokenizer.Tokenizer:
+    """The tokenizer that a directory was prepared with.
+
+    Raises:
+        ValueError: its file is missing or is not the one that was saved there.
+    """
+    about = read_manifest(directory)["tokenizer"]
+    if about["kind"] == "bytes":
+        return tokenizer.Bytes()
+    path = Path(directory) / tokenizer.SAVED_AS
+    if not path.is_file() or checksum(path) != about["files"][tokenizer.SAVED_AS]:
+        raise ValueError(f"{path} is missing or damaged; prepare the data again with --force")
+    return tokenizer.load(path)

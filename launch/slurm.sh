@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Pretrain under Slurm: one torchrun on each node, which meet at the first.
+#
+#   sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sh --config configs/gpt2-345m.yaml
+#
+# Slurm sends SIGTERM before the time is up (--signal below): the run saves a checkpoint and ends; the same command goes
+# on from there.
+#
+#   GPUS=8       processes on each node (default: what Slurm gave)
+#   PORT=29500   where the first node listens
+#   DRY_RUN=1    print the command, the batch arithmetic and the memory, and stop (also outside Slurm)
+#SBATCH --job-name=alto
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --signal=TERM@300
+set -euo pipefail
+PY=${PY:-python}
+GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
+NODES=${SLURM_NNODES:-1}
+if command -v scontrol >/dev/null && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+else
+    first=localhost
+fi
+command=(srun "$PY" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS" --rdzv-backend c10d
+    --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "${SLURM_JOB_ID:-0}" -m alto_distributed pretrain "$@")
+if [ -n "${DRY_RUN:-}" ]; then
+    printf '%q ' "${command[@]}" && echo
+    exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world $((NODES * GPUS))
+fi
+exec "${command[@]}"
