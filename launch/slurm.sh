@@ -3,8 +3,9 @@
 #
 #   sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sh --config configs/gpt2-345m.yaml
 #
-# Slurm sends SIGTERM before the time is up (--signal below): the run saves a checkpoint and ends; the same command goes
-# on from there.
+# Slurm sends SIGUSR1 before the time is up (--signal below): the run saves a checkpoint and ends; the same command goes
+# on from there. Not SIGTERM: torchrun would hand it on and kill its ranks 30 seconds later, in the middle of a large
+# checkpoint; SIGUSR1 it is made to ignore.
 #
 #   GPUS=8       processes on each node (default: what Slurm gave)
 #   PORT=29500   where the first node listens
@@ -12,7 +13,7 @@
 #SBATCH --job-name=alto
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
-#SBATCH --signal=TERM@300
+#SBATCH --signal=USR1@300
 set -euo pipefail
 PY=${PY:-python}
 GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
@@ -22,7 +23,8 @@ if command -v scontrol >/dev/null && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
 else
     first=localhost
 fi
-command=(srun "$PY" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS" --rdzv-backend c10d
+ignoring=(bash -c 'trap "" USR1; exec "$@"' ignoring)
+command=(srun "${ignoring[@]}" "$PY" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS" --rdzv-backend c10d
     --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "${SLURM_JOB_ID:-0}" -m alto_distributed pretrain "$@")
 if [ -n "${DRY_RUN:-}" ]; then
     printf '%q ' "${command[@]}" && echo

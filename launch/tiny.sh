@@ -1,18 +1,29 @@
 #!/usr/bin/env bash
-# The main job: a small GPT pretrained with ALTO by torchrun, its parameters sharded over CPU ranks.
-# Arguments go to the training script: launch/tiny.sh --steps 20 --lr 0.01
+# Prepare data, pretrain configs/gpt2-tiny.yaml with ALTO under ZeRO-2 in bf16 on CPU ranks by torchrun,
+# stop half-way, resume from the sharded checkpoint, report. Arguments go to the training program, so another engine,
+# optimizer or setting is:  launch/tiny.sh --optimizer adamw optimizer.lr=1e-3
 #
 #   RANKS=2      processes on this machine
-#   DRY_RUN=1    print the command and stop
+#   RUN=...      directory of the run (default: a new one in runs/)
+#   DRY_RUN=1    print the commands, the batch arithmetic and the memory, and stop
 set -euo pipefail
 source "$(dirname "$0")/../scripts/setup.sh"
 cd "$ROOT"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 # bf16 products die with SIGILL on hosts that advertise AMX without letting it be used.
 export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
-command=("$PY" -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-2}" scripts/pretrain_tiny.py "$@")
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning} # of torch, about DeepSpeed
+export PATH="$(dirname "$PY"):$PATH" # DeepSpeed looks for ninja there
+RUN=${RUN:-runs/tiny-$(date +%Y%m%d-%H%M%S)}
+
+prepare=("$PY" -m alto_distributed prepare --output data/stdlib --tokenizer bpe --vocabulary 1024)
+train=("$PY" -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-2}"
+    -m alto_distributed pretrain --config configs/gpt2-tiny.yaml --into "$RUN" "$@")
 if [ -n "${DRY_RUN:-}" ]; then
-    echo "${command[@]}"
-else
-    exec "${command[@]}"
+    printf '%q ' "${prepare[@]}" && echo
+    printf '%q ' "${train[@]}" && echo
+    exec "$PY" -m alto_distributed pretrain --config configs/gpt2-tiny.yaml --into "$RUN" "$@" --dry-run --world "${RANKS:-2}"
 fi
+"${prepare[@]}"
+"${train[@]}" --stop-at 100
+"${train[@]}"

@@ -1,135 +1,18 @@
-"""The training program, end to end, in real processes: both engines, stopped, killed, resumed, on fewer ranks."""
+"""Settings of the training program, what they come to, and the launch scripts' dry runs."""
 
 import itertools
-import json
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from alto_distributed.pretrain import config
 from alto_distributed.pretrain.commands import plan
+from alto_distributed.pretrain.loop import _asked_to_stop
 from alto_distributed.pretrain.schedule import learning_rate
 
-from .launcher import EXHAUSTIVE, REPO, environment
-
-exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="minutes of starting ranks: EXHAUSTIVE=1 runs it")
-
-STEPS = 8
-SETTINGS = [
-    "model.hidden=32",
-    "model.sequence=32",
-    "training.precision=fp32",
-    f"training.iterations={STEPS}",
-    "schedule.warmup=3",
-    "evaluation.every=0",
-    "evaluation.samples=64",
-    "checkpoints.every=0",
-    "logs.every=1",
-    "logs.tensorboard=false",
-    "logs.diagnostics_every=4",
-]
-ENTRIES = {"deepspeed": ["-m", "alto_distributed"], "megatron": [str(REPO / "scripts" / "megatron_on_cpu.py")]}
-
-#: Training losses of these settings in float32, the same in both engines; made by the first run that was right.
-GOLDEN = {1: 6.936091, STEPS: 6.768803}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A text that stays as it is: the licence, a document a paragraph."""
-    folder = tmp_path_factory.mktemp("data")
-    paragraphs = (REPO / "LICENSE").read_text().split("\n\n")
-    text = folder / "licence.jsonl"
-    text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
-    command = [sys.executable, "-m", "alto_distributed", "prepare", str(text), "--output", str(folder / "tokens")]
-    command += ["--vocabulary", "512", "--split", "0.7,0.2,0.1", "--quiet"]
-    subprocess.run(command, cwd=REPO, env=environment(), check=True, capture_output=True)
-    return folder / "tokens"
-
-
-def command(engine, data, into, *more, world=2):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    run = ["pretrain", "--config", "configs/gpt2-tiny.yaml", "--engine", engine, "--into", str(into)]
-    flags = [word for word in more if "=" not in word]
-    overrides = [word for word in more if "=" in word]
-    return [*torchrun, *ENTRIES[engine], *run, *flags, f"data.directory={data}", *SETTINGS, *overrides]
-
-
-def pretrain(engine, data, into, *more, world=2):
-    full = command(engine, data, into, *more, world=world)
-    done = subprocess.run(full, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
-
-
-def records(into):
-    return [json.loads(line) for line in (into / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(into):
-    return {record["step"]: record["loss"] for record in records(into) if "loss" in record}
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """Runs that nothing happened to, by engine, with what they printed."""
-    folder, said = tmp_path_factory.mktemp("whole"), {}
-    for engine in ENTRIES:
-        said[engine] = pretrain(engine, data, folder / engine)
-    return folder, said
-
-
-@pytest.mark.slow
-def test_both_engines_train_the_same_model_step_by_step(whole):
-    folder, said = whole
-    ours, theirs = losses(folder / "deepspeed"), losses(folder / "megatron")
-    assert list(ours) == list(theirs) == list(range(1, STEPS + 1))
-    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=2e-6)
-    assert {step: ours[step] for step in GOLDEN} == pytest.approx(GOLDEN, rel=1e-5)
-    for engine in ENTRIES:
-        seen = records(folder / engine)
-        assert seen[-1]["valid_loss"] < seen[0]["valid_loss"] - 0.1
-        assert any("trust_ratio_median" in record for record in seen)
-        assert f"| {engine}" in said[engine]
-        assert (folder / engine / "report.png").stat().st_size > 10_000
-
-
-@exhaustive
-@pytest.mark.parametrize("engine", ENTRIES)
-def test_stopped_and_resumed_is_as_if_it_had_not_been(engine, whole, data, tmp_path):
-    folder, _ = whole
-    said = pretrain(engine, data, tmp_path / "run", "--stop-at", "5")
-    assert "stopped as asked" in said
-    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
-    pretrain(engine, data, tmp_path / "run")
-    assert losses(tmp_path / "run") == losses(folder / engine)  # to the last digit
-    assert records(tmp_path / "run")[-1]["valid_loss"] == records(folder / engine)[-1]["valid_loss"]
-
-
-@exhaustive
-def test_killed_and_resumed_at_another_world_size(whole, data, tmp_path):
-    """kill -9 of every process in mid-run; one rank goes on where two had saved."""
-    folder, _ = whole
-    into = tmp_path / "run"
-    full = command("deepspeed", data, into, "checkpoints.every=3")
-    started = subprocess.Popen(
-        full, cwd=REPO, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    deadline = time.monotonic() + 200
-    while not (into / "checkpoints" / "step-00000003").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(started.pid, signal.SIGKILL)
-    started.wait()
-    pretrain("deepspeed", data, into, "checkpoints.every=3", world=1)
-    seen = losses(into)
-    assert list(seen) == list(range(1, STEPS + 1))
-    assert list(seen.values()) == pytest.approx(list(losses(folder / "deepspeed").values()), rel=1e-5)
-
+from .launcher import REPO, environment
 
 # -- settings ----------------------------------------------------------------------------------------------
 
@@ -189,6 +72,20 @@ def test_the_rate_rises_and_falls():
     assert learning_rate(constant, 4999) == 1e-2
     straight = config.load(REPO / "configs/gpt2-345m.yaml", ["schedule.kind=poly", "schedule.final=0"])
     assert learning_rate(straight, 50 + (4999 - 50) // 2) == pytest.approx(0.5e-2, rel=1e-3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_is_noted_and_handlers_are_put_back(number):
+    before = signal.getsignal(number)
+    with _asked_to_stop() as asked:
+        signal.raise_signal(number)
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        else:
+            signal.raise_signal(number)  # torchrun's copy of what a scheduler sent to all
+        assert set(asked) == {number}
+    assert signal.getsignal(number) is before
 
 
 # -- launch scripts ----------------------------------------------------------------------------------------

@@ -100,9 +100,7 @@ def plan(run: Run, world: int, directory: Path) -> str:
     Raises:
         ValueError: the batch does not divide over the ranks, or the ranks not over the model.
     """
-    model_parallel = 1
-    if run.engine == "megatron":
-        model_parallel = run.megatron.tensor_parallel * run.megatron.pipeline_parallel
+    model_parallel = run.model_parallel
     if world % model_parallel:
         raise ValueError(
             f"{world} ranks are not a multiple of tensor_parallel x pipeline_parallel = {model_parallel}; add ranks, "
@@ -128,14 +126,17 @@ def plan(run: Run, world: int, directory: Path) -> str:
 
 
 def _compare(options: argparse.Namespace) -> None:
+    # The list of optimizers has no end of its own, and takes in the overrides that follow it.
+    choices = [word for word in options.optimizers if "=" not in word.partition(":")[0]]
+    overrides = options.overrides + [word for word in options.optimizers if word not in choices]
     directories = []
-    for choice in options.optimizers:
+    for choice in choices:
         name, _, settings = choice.partition(":")
         directory = options.into / choice.replace(":", "-").replace(",", "-").replace("/", "_")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
         command += [*_entry(), "pretrain", "--config", str(options.config), "--into", str(directory)]
         command += ["--optimizer", name, *(["--engine", options.engine] if options.engine else [])]
-        command += [f"optimizer.{setting}" for setting in settings.split(",") if setting] + options.overrides
+        command += [f"optimizer.{setting}" for setting in settings.split(",") if setting] + overrides
         print(f"+ {shlex.join(command)}", flush=True)
         subprocess.run(command, check=True)
         directories.append(directory)

@@ -148,6 +148,11 @@ class Run:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.megatron.tensor_parallel * self.megatron.pipeline_parallel if self.engine == "megatron" else 1
+
     def accumulation(self, data_parallel: int) -> int:
         """Micro-batches that each rank adds up in a step."""
         t = self.training

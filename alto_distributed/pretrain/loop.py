@@ -20,6 +20,7 @@ from .config import Run
 from .data.samples import Samples
 from .engine import Engine, build
 from .logs import Log
+from .memory import peak
 from .ranks import any_rank, find_out
 from .schedule import learning_rate
 from .throughput import utilisation
@@ -139,7 +140,7 @@ class _Stopwatch:
         elapsed, steps, parts = time.perf_counter() - self.began, self.steps, self.parts
         self.restart()
         speed = steps * self.run.training.global_batch * self.run.model.sequence / elapsed
-        values = {"tokens_per_second": speed, "seconds_per_step": elapsed / steps}
+        values = {"tokens_per_second": speed, "seconds_per_step": elapsed / steps, "peak_gib": peak(device) / 2**30}
         used = utilisation(self.run.model, speed, device)
         if used is not None:
             values["mfu"] = used
@@ -148,16 +149,19 @@ class _Stopwatch:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that gets an entry when this process is asked to end: by a scheduler (SIGTERM) or by hand (SIGINT).
+    """A list that gets an entry when this process is asked to end: by a scheduler (SIGTERM), by hand (SIGINT), or by
+    one who wants torchrun to stay out of it (SIGUSR1): after SIGTERM it gives its ranks 30 seconds.
 
-    A second signal ends it at once, as it would without us.
+    A second SIGINT ends it at once, as it would without us. A second SIGTERM does not: where a scheduler sends one to
+    every process, torchrun hands on its own.
     """
     asked: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 
     def ask(number: int, _: FrameType | None) -> None:
         asked.append(number)
-        signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, before[signal.SIGINT] or signal.SIG_DFL)
 
     for number in before:
         signal.signal(number, ask)

@@ -7,8 +7,11 @@ are a rough figure, for orientation.
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+import torch
 
 from .config import Run
 
@@ -41,21 +44,27 @@ def parameter_count(run: Run) -> int:
 def estimate(run: Run, world: int) -> Memory:
     """What one of ``world`` ranks needs."""
     if run.engine == "megatron":
-        model_parallel = run.megatron.tensor_parallel * run.megatron.pipeline_parallel
         weights_over = gradients_over = 1
-        states_over = world // model_parallel if run.megatron.distributed_optimizer else 1
+        states_over = world // run.model_parallel if run.megatron.distributed_optimizer else 1
     else:
-        model_parallel, stage = 1, zero_stage(run)
+        stage = zero_stage(run)
         weights_over, gradients_over, states_over = (world if stage >= least else 1 for least in (3, 2, 1))
-    here = parameter_count(run) / model_parallel
+    here = parameter_count(run) / run.model_parallel
     half = run.training.precision != "fp32"
     return Memory(
         weights=here * (2 if half else 4) / weights_over,
         gradients=here * 4 / gradients_over,
         master=here * 4 / states_over if half else 0.0,
         states=here * 4 * STATES.get(run.optimizer.name, 2) / states_over,
-        activations=_activations(run, half) / model_parallel,
+        activations=_activations(run, half) / run.model_parallel,
     )
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes that this process has had: of the GPU's memory, as torch counts it; on a CPU, of main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def zero_stage(run: Run) -> int:

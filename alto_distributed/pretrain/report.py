@@ -79,4 +79,6 @@ def write(directories: Sequence[Path], into: Path) -> tuple[str, Path]:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e4 else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)

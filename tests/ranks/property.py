@@ -14,9 +14,9 @@ from torch import nn
 
 from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout
 
-from ..launcher import worlds
+from ..launcher import EXHAUSTIVE, worlds
 
-EXAMPLES = 200
+EXAMPLES = 200 if EXHAUSTIVE else 60
 MAX_RANKS = 8
 
 
