@@ -62,6 +62,9 @@ def transformer_config(run: Run, dtype: torch.dtype) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         use_cpu_initialization=True,
+        recompute_granularity="full" if run.training.recompute else None,
+        recompute_method="uniform" if run.training.recompute else None,
+        recompute_num_layers=1 if run.training.recompute else None,
         # Fusions need Apex or TransformerEngine, or another form of the activation; the plain ones are everywhere.
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,

@@ -20,7 +20,10 @@ from .config import Run
 from .engine import Engine
 
 #: What a resumed run may change; anything else would make it another run.
-_FREE = ("logs", "evaluation", "checkpoints", "deepspeed", "megatron", "data.directory", "training.micro_batch")
+_FREE = (
+    *("logs", "evaluation", "checkpoints", "deepspeed", "megatron", "data.directory"),
+    *("training.micro_batch", "training.recompute"),
+)
 
 _ABOUT = "run.json"
 

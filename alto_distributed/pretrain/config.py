@@ -58,6 +58,9 @@ class Training:
     """Global norm to which gradients are clipped; 0 for never."""
     seed: int = 1234
     """Fixes the initial weights and the order of the data."""
+    recompute: bool = False
+    """Keep only the inputs of each layer for the backward pass and compute the rest again: less memory, a third more
+    arithmetic, the same numbers."""
 
 
 @dataclass(frozen=True)

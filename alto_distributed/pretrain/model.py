@@ -39,6 +39,8 @@ def build_model(run: Run) -> GPT2LMHeadModel:
     with torch.random.fork_rng(devices=[]):  # transformers draws weights of its own, which are replaced below
         model = cast(Any, GPT2LMHeadModel)(config)
     initialize(model, run)
+    if run.training.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return cast(GPT2LMHeadModel, model)
 
 

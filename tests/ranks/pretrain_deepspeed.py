@@ -168,6 +168,22 @@ def case_repeats_and_resumes_bit_for_bit(directory):
 
 
 @worlds(2)
+def case_recomputation_changes_no_bit():
+    """With dropout: what is computed again must draw the same masks."""
+    for stage in (2, 3):
+        results = []
+        for recompute in (False, True):
+            run = run_of(stage, dropout=0.1)
+            run = parse({**run.as_dict(), "training": {**run.as_dict()["training"], "recompute": recompute}})
+            with engine_of(run) as engine:
+                modules = engine.module.modules()
+                assert recompute == any(getattr(module, "gradient_checkpointing", False) for module in modules)
+                results.append((advance(engine, run, 0, 3), weights(engine)))
+        assert results[0][0] == results[1][0], stage
+        assert_same(f"stage {stage}", results[1][1], results[0][1])
+
+
+@worlds(2)
 def case_dropout_differs_between_steps_and_ranks():
     """The same samples everywhere, and a rate of 0: what differs are the masks."""
     for dropout in (0.3, 0.0):
