@@ -56,7 +56,10 @@ def install() -> None:
     _random_numbers()
     _streams()
     moe, norm = "megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.torch_norm"
-    sys.meta_path.insert(0, AfterImport({moe: _experts, norm: _norms_for_sequence_parallel}))
+    again = "megatron.core.tensor_parallel.random"
+    sys.meta_path.insert(
+        0, AfterImport({moe: _experts, norm: _norms_for_sequence_parallel, again: _devices_of_recomputation})
+    )
 
 
 def install_for_pretraining() -> None:
@@ -228,6 +231,19 @@ def _index_builder_of_the_wheel() -> None:
 
 
 # -- Megatron itself ---------------------------------------------------------------------------------------
+
+
+def _devices_of_recomputation() -> None:
+    """Autograd leaves the modes of torch functions behind, and in a backward pass layers may be computed again."""
+    from megatron.core.tensor_parallel.random import CheckpointFunction
+
+    backward = CheckpointFunction.backward
+
+    def with_our_devices(ctx: Any, *grads: Any) -> Any:
+        with _CudaIsCpu():
+            return backward(ctx, *grads)
+
+    CheckpointFunction.backward = staticmethod(with_our_devices)
 
 
 def _experts() -> None:
