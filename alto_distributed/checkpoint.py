@@ -81,8 +81,12 @@ def load_exactly(
     state_dict: dict[str, Any],
     check: Callable[[Mapping[str, Any]], None],
     keys: Sequence[str],
+    dtypes: Mapping[str, torch.dtype | None] | None = None,
 ) -> None:
     """Run a torch optimizer's ``load`` on a checked state_dict, and keep the states named ``keys`` as saved.
+
+    ``dtypes`` says which of them this optimizer keeps in bfloat16; the precision is the optimizer's own choice,
+    not the checkpoint's, and a state of another is converted.
 
     torch casts floating-point states to the parameter's dtype, which would round float32 states of
     bfloat16 parameters. What it loaded is seen through a pre-hook, after the user's own pre-hooks.
@@ -105,6 +109,6 @@ def load_exactly(
             state = optimizer.state[param]
             for key in keys:
                 if key in saved:
-                    state[key] = states.match_layout(saved[key], param)
+                    state[key] = states.match_layout(saved[key], param, (dtypes or {}).get(key))
             if isinstance(state.get(states.STEP), torch.Tensor):
                 state[states.STEP] = state[states.STEP].cpu()

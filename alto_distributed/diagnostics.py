@@ -56,7 +56,7 @@ class Diagnostics:
         self._sums = {device: table.zeros(device, _ROWS) for device in pieces}
         for device, on_device in pieces.items():
             for piece, here, slot in _chunks(on_device):
-                g = piece.grad[here].to(piece.exp_avg.dtype)
+                g = piece.grad[here].to(piece.exp_avg_sq.dtype)
                 self._sums[device][_GRADIENT, slot] += _squares(g)
                 if piece.grad_ema is not None:
                     c = piece.coefficients
@@ -76,8 +76,8 @@ class Diagnostics:
         """
         for device, on_device in pieces.items():
             for piece, here, slot in _chunks(on_device):
-                m, v = piece.exp_avg[here], piece.exp_avg_sq[here]
-                theta = piece.param[here].to(m.dtype)
+                v = piece.exp_avg_sq[here]  # in full precision always
+                m, theta = piece.exp_avg[here].to(v.dtype), piece.param[here].to(v.dtype)
                 self._sums[device][_PARAMETER, slot] += _squares(theta)
                 self._sums[device][_UPDATE, slot] += _squares(direction(theta, m, v, piece.coefficients))
         sums = table.complete(self._sums, _ROWS)

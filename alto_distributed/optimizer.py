@@ -30,11 +30,15 @@ from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import Entry, StepPlan
 from .update import Coefficients, Piece, check_kernel, kernel_for
 from .update.reference import trust_ratio
+from .update.rounding import seed_of
 from .work import Work, checked_gradient
 
 # Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds
 # only while it stays, also over a checkpoint.
 GRAD_EMA_BETA1 = "grad_ema_beta1"
+
+#: What the constructor takes besides hyperparameters: choices for all groups, which are not in checkpoints.
+OPTIONS = ("kernel", "diagnostics_every", "grad_ema_dtype", "exp_avg_dtype")
 
 
 class ALTO(Optimizer):
@@ -53,12 +57,17 @@ class ALTO(Optimizer):
             "matrices" (two or more dimensions), "all" (the paper's formula to the letter) or "none"
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
-        kernel: "auto", "torch" or "reference"; all give the same result.
+        kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
+            is no compiler) and "torch" elsewhere; "triton" is for GPUs, and has not run on one yet; "reference" is
+            the definition. All give the same result.
         diagnostics_every: measure every parameter's ratio and norms each so many steps, for
             :meth:`diagnostics`; 0 for never.
+        grad_ema_dtype: "bfloat16" keeps this state in 2 bytes a parameter instead of 4, with stochastic rounding.
+        exp_avg_dtype: the same for the first moment.
 
-    States are float32 (float64 for float64 parameters), whatever the parameters' precision. The
-    optimizer does not clip: the gradient it gets is the gradient it uses.
+    States are float32 (float64 for float64 parameters), whatever the parameters' precision, and so is all
+    arithmetic; a state in bfloat16 is rounded once a step, as it is stored. The optimizer does not clip: the
+    gradient it gets is the gradient it uses.
     """
 
     state_keys: ClassVar[tuple[str, str, str]] = (states.EXP_AVG, states.EXP_AVG_SQ, states.GRAD_EMA)
@@ -76,12 +85,19 @@ class ALTO(Optimizer):
         bias_correction: bool = True,
         kernel: str = "auto",
         diagnostics_every: int = 0,
+        grad_ema_dtype: str | torch.dtype = "float32",
+        exp_avg_dtype: str | torch.dtype = "float32",
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, "kernel", "diagnostics_every"))
+        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, *OPTIONS))
         hyper = Hyperparameters(lr, cast(Any, betas), alpha, cast(Any, eps), weight_decay, layerwise, bias_correction)
         self._kernel = check_kernel(kernel)
         self._diagnostics = Diagnostics(diagnostics_every)
+        self._state_dtypes = {
+            states.GRAD_EMA: states.check_dtype("grad_ema_dtype", grad_ema_dtype),
+            states.EXP_AVG: states.check_dtype("exp_avg_dtype", exp_avg_dtype),
+        }
+        self._model_copies = states.ModelCopies({}, [])
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
         self._warn_if_no_ratio()
@@ -99,7 +115,16 @@ class ALTO(Optimizer):
             if param.is_complex():
                 self.param_groups.pop()
                 raise UnsupportedTensor("ALTO does not support complex parameters; use torch.view_as_real")
+            try:
+                self._refuse_small_states(param)
+            except ValueError:
+                self.param_groups.pop()
+                raise
         self._plans.clear()
+
+    def _refuse_small_states(self, param: torch.Tensor) -> None:
+        for chosen in self._state_dtypes.values():
+            states.state_dtype(param, chosen)
 
     def set_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter] = ()) -> None:
         """Tell what sharded tensors are made of. Engines call this once their shards exist.
@@ -123,6 +148,16 @@ class ALTO(Optimizer):
                 "that only joins cannot tell when a step is measured; set diagnostics_every to 0"
             )
         self._use_layouts(layouts, joined)
+
+    def set_model_copies(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Have each step also write parameters, rounded to bfloat16, to other tensors, in the same pass.
+
+        Args:
+            copies: for each parameter that has one (float32 master weights, say) its copy (the model's own weights):
+                bfloat16, of the same shape, device and memory layout. Replaces what was set before; a deep or
+                unpickled copy of the optimizer has none.
+        """
+        self._model_copies = states.ModelCopies(copies, [p for group in self.param_groups for p in group["params"]])
 
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
         self._layouts = dict(layouts)
@@ -216,15 +251,18 @@ class ALTO(Optimizer):
 
     def _collect(self, plan: StepPlan, hypers: Sequence[Hyperparameters]) -> Work:
         """The flat pieces to work on. Every gradient is checked before the first state is touched."""
-        ready: list[tuple[Entry, int, torch.Tensor]] = []
+        ready: list[tuple[Entry, int, int, torch.Tensor]] = []
         for g, entries in enumerate(plan.groups):
-            for entry in entries:
+            for i, entry in enumerate(entries):
                 if entry.tensor.grad is not None:
-                    ready.append((entry, g, checked_gradient(entry.tensor, entry.tensor.grad)))
+                    ready.append((entry, g, i, checked_gradient(entry.tensor, entry.tensor.grad)))
+                    self._refuse_small_states(entry.tensor)
+        for device in {grad.device for *_, grad in ready}:
+            kernel_for(self._kernel, device)  # refuses a device that the kernel cannot serve
 
         work = Work()
         coefficients: dict[tuple[int, int], Coefficients] = {}
-        for entry, g, grad in ready:
+        for entry, g, i, grad in ready:
             param, group, hyper = entry.tensor, self.param_groups[g], hypers[g]
             state = self._state_of(param, group, hyper)
             state[states.STEP] += 1
@@ -247,9 +285,18 @@ class ALTO(Optimizer):
                 grad_ema=u,
                 spans=entry.spans(self._ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
+                model_copy=self._model_copies.flat(param),
+                seed=self._seed(entry, g, i),
             )
             work.add(piece, entry, k)
         return work
+
+    def _seed(self, entry: Entry, g: int, i: int) -> int:
+        """Of stochastic rounding; follows from the tensor's place, so replicas and resumed runs have the same."""
+        if not any(self._state_dtypes.values()):
+            return 0
+        described = entry.tensor in self._layouts and entry.layout.segments
+        return seed_of(g, i, entry.layout.segments[0].parameter.name if described else "")
 
     def _ratios(
         self, plan: StepPlan, hypers: Sequence[Hyperparameters], partial: Mapping[torch.device, torch.Tensor]
@@ -297,22 +344,29 @@ class ALTO(Optimizer):
         state: dict[str, Any] = self.state[param]
         if states.STEP not in state:
             state[states.STEP] = states.new_step()
-        for key in (states.EXP_AVG, states.EXP_AVG_SQ):
+        for key in self.state_keys:
+            chosen = self._state_dtypes.get(key)
             if key not in state:
-                state[key] = states.new_state(param)
-        if hyper.alpha != 0 and states.GRAD_EMA not in state:
-            state[states.GRAD_EMA] = states.new_state(param)
+                if key != states.GRAD_EMA or hyper.alpha != 0:
+                    state[key] = self.new_state(param, key)
+            elif chosen is not None and state[key].dtype != chosen:  # an engine that loaded states in its own way
+                state[key] = states.match_layout(state[key], param, chosen)
         if states.GRAD_EMA in state:
             group.setdefault(GRAD_EMA_BETA1, hyper.betas[0])
         return state
+
+    def new_state(self, param: torch.Tensor, key: str) -> torch.Tensor:
+        """Zeros for one of the ``state_keys`` of a parameter, in the precision chosen for it."""
+        return states.new_state(param, self._state_dtypes.get(key))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, all of it or nothing.
 
         A checkpoint that lacks a state, or whose tensors do not fit, is refused before anything changes.
-        Hyperparameters come from the checkpoint, as in ``torch.optim``.
+        Hyperparameters come from the checkpoint, as in ``torch.optim``; the precision of states does not: one
+        that was saved in another is converted, to float32 exactly, to bfloat16 by rounding to nearest.
         """
-        load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys)
+        load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
         check_saved_by_alto(state_dict, self.param_groups)
@@ -322,6 +376,7 @@ class ALTO(Optimizer):
         return {
             **super().__getstate__(),
             "_kernel": self._kernel,
+            "_state_dtypes": self._state_dtypes,
             "_diagnostics": self._diagnostics.fresh(),
             "_layouts_lost": lost,
         }
@@ -330,6 +385,8 @@ class ALTO(Optimizer):
         # Called by unpickling and copying with all of __getstate__, and by load_state_dict with the
         # states and groups alone.
         if "_layouts" not in self.__dict__:
+            self._state_dtypes = {}  # of an ALTO that was pickled before there was a choice
+            self._model_copies = states.ModelCopies({}, [])
             self._use_layouts({}, ())
         super().__setstate__(state)
         self._plans.clear()

@@ -324,3 +324,13 @@ def test_fsdp1_is_refused_and_pointed_to_fsdp2(tmp_path):
             optimizer.step()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_kernel_for_other_devices_is_refused_before_anything_changes():
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    optimizer = ALTO([parameter], kernel="triton")
+    with pytest.raises(ValueError, match=r'kernel="triton" cannot serve tensors on cpu: .*use kernel="auto"'):
+        optimizer.step()
+    assert not optimizer.state
+    assert torch.equal(parameter, torch.ones(2, 2))

@@ -217,7 +217,7 @@ def _load_stage3(original: Callable[..., Any], wrapper: Any, checkpoint_dir: str
                 wrapper.load_hp_checkpoint_state(str(zero / wrapper.param_names[p]), states.GRAD_EMA, param=p)
                 for p in params
             ]
-            optimizer.state[flat][states.GRAD_EMA] = states.new_state(flat).copy_(torch.cat(pieces))
+            optimizer.state[flat][states.GRAD_EMA] = optimizer.new_state(flat, states.GRAD_EMA).copy_(torch.cat(pieces))
 
 
 def _settle(wrapper: Any, optimizer: ALTO) -> None:

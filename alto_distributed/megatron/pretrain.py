@@ -22,7 +22,7 @@ from ..diagnostics import Reading
 from ..pretrain.config import Run
 from ..pretrain.engine import Step
 from ..pretrain.model import initial_weights, seed_from
-from ..pretrain.optimizers import ALTO_NAMES, arguments
+from ..pretrain.optimizers import ALTO_NAMES, STATE_DTYPES, arguments
 from .build import diagnostics
 from .config import AltoOptimizerConfig
 from .gpt2 import build_model, transformer_config
@@ -170,6 +170,12 @@ def optimizer_config(run: Run, dtype: torch.dtype) -> OptimizerConfig:
         "initial_loss_scale": 2.0**16,
     }
     if name in ALTO_NAMES:
+        for option in STATE_DTYPES:
+            if str(options.pop(option, "float32")).removeprefix("torch.") != "float32":
+                raise ValueError(
+                    f"optimizer.options.{option}: under Megatron states are float32, for its checkpoint formats have "
+                    "not been tested with others; leave it out, or use --engine deepspeed"
+                )
         format_ = run.megatron.checkpoint_format if run.megatron.distributed_optimizer else ""
         ours = {f"alto_{option}": value for option, value in options.items()}
         return AltoOptimizerConfig(**common, **ours, alto_checkpoint_format=format_)

@@ -23,17 +23,25 @@ from torch import nn
 from ..config import Hyperparameters, check_beta, check_eps
 from ..groups import param_groups
 from ..optimizer import ALTO
+from ..state import check_dtype
 from .config import Run
+
+#: Options of ALTO's that choose the precision of a state.
+STATE_DTYPES = ("grad_ema_dtype", "exp_avg_dtype")
 
 _ALTO = {
     **{key: value for key, value in Hyperparameters().as_group().items() if key not in ("lr", "weight_decay")},
     "kernel": "auto",
+    **dict.fromkeys(STATE_DTYPES, "float32"),
 }
 
 #: Name -> option -> what it is if the run does not say.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "alto": _ALTO,
-    "lamb": {**{key: value for key, value in _ALTO.items() if key != "alpha"}, "betas": _ALTO["betas"][1:]},
+    "lamb": {
+        **{key: value for key, value in _ALTO.items() if key not in ("alpha", "grad_ema_dtype")},
+        "betas": _ALTO["betas"][1:],
+    },
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
     "adam": {"betas": (0.9, 0.999), "eps": 1e-8},
     "lion": {"betas": (0.9, 0.99)},
@@ -90,8 +98,10 @@ def arguments(run: Run) -> dict[str, Any]:
         # Without alpha there is no acceleration, and no matter what its decay is.
         options.update(alpha=0.0, betas=(_ALTO["betas"][0], *options["betas"]))
     options["alpha"] = _number("alpha", options["alpha"])
-    kernel = options.pop("kernel")
-    return {**Hyperparameters(**options).as_group(), "kernel": kernel, "diagnostics_every": run.logs.diagnostics_every}
+    others = {option: options.pop(option) for option in ("kernel", *STATE_DTYPES) if option in options}
+    for option in others.keys() & STATE_DTYPES:
+        check_dtype(f"optimizer.options.{option}", others[option])
+    return {**Hyperparameters(**options).as_group(), **others, "diagnostics_every": run.logs.diagnostics_every}
 
 
 def build_groups(run: Run, model: nn.Module) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ Between the two, and outside of this folder, the sums become norms of whole logi
 pieces of one device at once, so that it may serve many of them with one launch; ``sums`` and
 ``step_sizes`` live on that device and are never read by the host.
 
-``reference`` is the definition, written to be read beside the paper. The others must agree with it.
+``reference`` is the definition, written to be read beside the paper. The others must agree with it:
+``chunked`` in torch operations, for any device, ``native`` in C, for the CPU, and ``triton_step`` for GPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Protocol, cast
 
 import torch
 
-from . import chunked, reference
+from . import chunked, native, reference, triton_step
 from .pieces import Coefficients, Piece, Span
 
 __all__ = ["KERNELS", "Coefficients", "Kernel", "Piece", "Span", "kernel_for"]
 
-KERNELS = ("auto", "torch", "reference")
+KERNELS = ("auto", "torch", "reference", "native", "triton")
 
 
 class Kernel(Protocol):
@@ -38,12 +39,21 @@ class Kernel(Protocol):
 
 
 def check_kernel(name: str) -> str:
+    """``name`` if it is a kernel that can be used here; "native" is built for that if it was not yet."""
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is not one of {', '.join(map(repr, KERNELS))}")
+    if name == "native":
+        native.require()
     return name
 
 
 def kernel_for(name: str, device: torch.device) -> Kernel:
     """The kernel that serves ``device`` under the user's choice ``name``."""
-    del device  # one kernel serves every device until the C and Triton ones arrive
-    return cast(Kernel, reference if check_kernel(name) == "reference" else chunked)
+    if check_kernel(name) == "reference":
+        return cast(Kernel, reference)
+    if name == "native" or (name == "auto" and device.type == "cpu" and native.available()):
+        return cast(Kernel, native)
+    # Not by "auto" until it has been seen to be right on a GPU: so far it has run in Triton's interpreter alone.
+    if name == "triton":
+        return triton_step.kernel_on(device)
+    return cast(Kernel, chunked)

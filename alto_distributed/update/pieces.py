@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ class Coefficients:
     """1 - beta2^k, or 1 without bias correction."""
     correction3: float
     """1 - beta3^k, or 1 without bias correction."""
+    step: int = 1
+    """k itself: the bits of stochastic rounding hang on it."""
 
     @classmethod
     def at_step(cls, hyper: Hyperparameters, k: int) -> Coefficients:
@@ -53,12 +56,22 @@ class Coefficients:
             weight_decay=hyper.weight_decay,
             correction2=1.0 - beta2**k if corrected else 1.0,
             correction3=1.0 - beta3**k if corrected else 1.0,
+            step=k,
         )
+
+    def scale_and_eps(self) -> tuple[float, float]:
+        """(s, e) such that m^ / (sqrt(v^) + eps1) = s*m / (sqrt(v) + e): the fast kernels' form of the direction."""
+        root = math.sqrt(self.correction3)
+        return root / self.correction2, self.eps1 * root
 
 
 @dataclass
 class Piece:
-    """One flat local tensor with its gradient and states; all one-dimensional and of one length."""
+    """One flat local tensor with its gradient and states; all one-dimensional and of one length.
+
+    Arithmetic is in the precision of ``exp_avg_sq``, float32 or float64. ``exp_avg`` and ``grad_ema`` have that
+    too, or are bfloat16, to which they are rounded stochastically when they are stored (:mod:`.rounding`).
+    """
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -68,3 +81,7 @@ class Piece:
     """None where alpha is 0 and always was: then the adapted gradient is the gradient."""
     spans: tuple[Span, ...]
     coefficients: Coefficients
+    model_copy: torch.Tensor | None = None
+    """bfloat16: where phase two also puts the new ``param``, rounded to nearest."""
+    seed: int = 0
+    """Of stochastic rounding: the same on all replicas, another for every tensor."""

@@ -1,7 +1,8 @@
 """The definition of ALTO, line by line beside the paper's Algorithm "ALTO".
 
 Written for reading, not for speed: it makes full-size temporaries. It computes in float64 when the
-states are float64, else in float32; the other kernels are tested against it.
+states are float64, else in float32 (states kept in bfloat16 are rounded as they are stored, no sooner);
+the other kernels are tested against it.
 
     paper                                               here
     a_k = b1 a_{k-1} + (1-b1)(g_k - g_{k-1})            a = (1-b1)(g - u_{k-1}),  u_k = u_{k-1} + a
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from .pieces import NO_RATIO, Coefficients, Piece
+from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
 
 
 def adapt_gradient(
@@ -63,18 +65,19 @@ def trust_ratio(
 def phase_one(pieces: Sequence[Piece], sums: torch.Tensor) -> None:
     for piece in pieces:
         c = piece.coefficients
+        dtype = piece.exp_avg_sq.dtype
         for start, stop, slot in piece.spans:
             here = slice(start, stop)
-            m, v = piece.exp_avg[here], piece.exp_avg_sq[here]
-            g, theta = piece.grad[here].to(m.dtype), piece.param[here].to(m.dtype)
+            v = piece.exp_avg_sq[here]
+            g, m, theta = (t[here].to(dtype) for t in (piece.grad, piece.exp_avg, piece.param))
             d = g
             if piece.grad_ema is not None:
-                d, u = adapt_gradient(g, piece.grad_ema[here], c.alpha, c.beta1)
-                piece.grad_ema[here] = u
-            m.copy_(c.beta2 * m + (1 - c.beta2) * d)
+                d, u = adapt_gradient(g, piece.grad_ema[here].to(dtype), c.alpha, c.beta1)
+                store(piece.grad_ema[here], u, key_of(piece, GRAD_EMA_BITS), start)
+            store(piece.exp_avg[here], c.beta2 * m + (1 - c.beta2) * d, key_of(piece, EXP_AVG_BITS), start)
             v.copy_(c.beta3 * v + (1 - c.beta3) * d**2)
             if slot != NO_RATIO:
-                r = direction(theta, m, v, c)
+                r = direction(theta, piece.exp_avg[here].to(dtype), v, c)  # of the m that is kept: phase two's
                 sums[0, slot] += theta.to(sums.dtype).square().sum()
                 sums[1, slot] += r.to(sums.dtype).square().sum()
 
@@ -82,9 +85,13 @@ def phase_one(pieces: Sequence[Piece], sums: torch.Tensor) -> None:
 def phase_two(pieces: Sequence[Piece], step_sizes: torch.Tensor) -> None:
     for piece in pieces:
         c = piece.coefficients
+        dtype = piece.exp_avg_sq.dtype
         for start, stop, slot in piece.spans:
             here = slice(start, stop)
-            m, v = piece.exp_avg[here], piece.exp_avg_sq[here]
-            theta = piece.param[here].to(m.dtype)
+            m, v = piece.exp_avg[here].to(dtype), piece.exp_avg_sq[here]
+            theta = piece.param[here].to(dtype)
             step_size = c.lr if slot == NO_RATIO else step_sizes[slot]
-            piece.param[here] = (theta - step_size * direction(theta, m, v, c)).to(piece.param.dtype)
+            theta = theta - step_size * direction(theta, m, v, c)
+            piece.param[here] = theta.to(piece.param.dtype)
+            if piece.model_copy is not None:
+                piece.model_copy[here] = theta.to(piece.model_copy.dtype)

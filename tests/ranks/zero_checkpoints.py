@@ -22,6 +22,7 @@ from .zero import PARAMS, batches, config, loss_of, network, running, trainable,
 BEFORE, AFTER = 3, 3
 ADAM = {"name": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 BF16 = {"bf16": {"enabled": True}}
+SMALL = {"params": {**PARAMS, "grad_ema_dtype": "bfloat16"}}
 # Stage 3 comes first: from its first engine on, DeepSpeed replaces F.linear in the whole process by one that rounds
 # otherwise, and what is compared should all have been computed by the same one.
 UNIVERSAL_CELLS = {
@@ -29,6 +30,8 @@ UNIVERSAL_CELLS = {
     "stage 3, bf16": ({"stage": 3}, BF16),
     "stage 1": ({"stage": 1}, {}),
     "stage 2": ({"stage": 2}, {}),
+    "stage 1, small grad_ema": ({"stage": 1}, SMALL),
+    "stage 3, small grad_ema": ({"stage": 3}, {**SMALL, **BF16}),
     "BF16_Optimizer": ({"stage": 1}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
 }
 CELLS = {
@@ -156,6 +159,8 @@ def case_save(directory):
             engine.save_checkpoint(folder, tag="saved")
             at_save = picture(engine)
             assert at_save["steps"].tolist() == [BEFORE], at_save["steps"]
+            kept_in = {s["grad_ema"].dtype for s in engine.basic_optimizer.state.values() if "grad_ema" in s}
+            assert kept_in == {torch.bfloat16 if "small" in label else torch.float32}, (label, kept_in)
             saved_hyper = hyperparameters(engine)
             advance(engine, BEFORE, BEFORE + AFTER)
             at_end = picture(engine)

@@ -48,4 +48,5 @@ def case_another_world_size_goes_on(directory):
         gaps[label] = gap.item()  # NaN if there is one, where Python's max might lose it
     if dist.get_rank() == 0:
         (directory / f"gaps at {world}").write_text("".join(f"{gap:.1e}  {label}\n" for label, gap in gaps.items()))
-    assert all(gap < 1e-6 for gap in gaps.values()), gaps
+    # Where rounding is by chance, the chances follow from how a parameter lies in its shard.
+    assert all(gap < (1e-3 if "small" in label else 1e-6) for label, gap in gaps.items()), gaps

@@ -1,0 +1,383 @@
+/* The two phases of ALTO on the CPU, in plain C. native.py calls it, native_build.py compiles it.
+
+   A step moves every operand through memory once a phase: 48 bytes a parameter with float32 states, and that
+   is what it should cost. Phase one therefore is one loop over vectors, in which divisions and square roots
+   wait beside the memory rather than after it; tensors in bfloat16 pass through float32 tiles that stay in
+   the first-level cache. All other loops are plain, for the compiler to vectorise.
+
+   The results depend neither on the number of threads nor on the width of vectors:
+   - each operation on a state is the one that update/chunked.py asks torch for, fused where torch fuses
+     (fma below) and nowhere else (-ffp-contract=off), so the states of the two agree to the bit;
+   - squares are added up in 8 float64 lanes over blocks of fixed size, counted from the start of the span,
+     and the blocks of a span are added in order by one thread. */
+
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define TILE 512    /* elements that are converted at a time: buffers of 2 KiB */
+#define BLOCK 16384 /* elements that a thread takes at a time, and that have a sum of their own */
+#define LANES 8     /* divides TILE, which divides BLOCK */
+#define MAX_THREADS 256
+
+/* One span of a piece; SpanRecord of native.py, field by field. */
+typedef struct {
+    const void *grad;
+    void *param;
+    void *exp_avg;
+    float *exp_avg_sq;
+    void *grad_ema;       /* NULL where alpha is 0 and always was */
+    uint16_t *model_copy; /* NULL, or where the bfloat16 copy of param goes */
+    int64_t length;
+    int64_t index; /* of the span's first element in the piece: what the bits of rounding hang on */
+    int64_t slot;  /* negative: no sums wanted */
+    int64_t first_block;
+    double rho, beta1, beta2, beta3, eps, scale, weight_decay, step_size;
+    uint32_t grad_ema_key, exp_avg_key;
+    int32_t grad_is_bf16, param_is_bf16, exp_avg_is_bf16, grad_ema_is_bf16;
+} Span;
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef float Half __attribute__((vector_size(2 * LANES)));
+typedef double Wide __attribute__((vector_size(4 * LANES))); /* half as many lanes */
+
+typedef struct {
+    Wide theta[2], r[2];
+} Squares;
+
+typedef struct {
+    const Span *spans;
+    int64_t n_spans, n_blocks;
+    int64_t next_block; /* the next that nobody has taken yet */
+    double *block_sums; /* phase one: two a block */
+    int phase;
+} Job;
+
+int64_t alto_span_size(void) { return (int64_t)sizeof(Span); }
+
+int64_t alto_block(void) { return BLOCK; }
+
+/* ---- numbers ------------------------------------------------------------------------------------------- */
+
+static inline float fma_as_torch(float a, float b, float c) {
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c; /* a CPU without the instruction: emulating it would be a hundred times slower */
+#endif
+}
+
+static inline Vector vector_fma(Vector a, Vector b, Vector c) {
+#ifdef __FMA__
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int lane = 0; lane < LANES; lane++) c[lane] = fma_as_torch(a[lane], b[lane], c[lane]);
+    return c;
+#endif
+}
+
+static inline Vector vector_sqrt(Vector x) {
+#ifdef __AVX__
+    return (Vector)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int lane = 0; lane < LANES; lane++) x[lane] = sqrtf(x[lane]);
+    return x;
+#endif
+}
+
+static inline Vector all(double x) { return (Vector){0} + (float)x; }
+
+static inline Vector load(const float *from) {
+    Vector x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void store(float *to, Vector x) { memcpy(to, &x, sizeof x); }
+
+static inline Wide widen(const float *from) {
+#ifdef __AVX__
+    return (Wide)_mm256_cvtps_pd(_mm_loadu_ps(from)); /* gcc makes six instructions of the other */
+#else
+    Half x;
+    memcpy(&x, from, sizeof x);
+    return __builtin_convertvector(x, Wide);
+#endif
+}
+
+/* The square of a float32 is exact in float64, so it is of no importance whether this is fused. */
+static inline void add_squares(Wide *sums, Vector x) {
+    float parts[LANES];
+    store(parts, x);
+    Wide low = widen(parts), high = widen(parts + LANES / 2);
+    sums[0] += low * low;
+    sums[1] += high * high;
+}
+
+/* torch.lerp goes from the nearer end, so that a weight of 1 gives the end itself. */
+typedef struct {
+    Vector factor;
+    int from_start;
+} Weight;
+
+static inline Weight weight_of(double w) {
+    float narrow = (float)w;
+    int from_start = fabsf(narrow) < 0.5f;
+    return (Weight){all(from_start ? narrow : narrow - 1.0f), from_start};
+}
+
+static inline Vector lerp(Vector start, Vector end, Weight w) {
+    return vector_fma(w.factor, end - start, w.from_start ? start : end);
+}
+
+static inline float from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline uint32_t to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* To the nearest bfloat16, ties to even; NaN to the quiet NaN of torch. */
+static inline uint16_t nearest_bf16(float x) {
+    uint32_t bits = to_bits(x);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
+}
+
+/* The generator of update/rounding.py. */
+static inline uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+static inline uint16_t stochastic_bf16(float x, uint32_t noise) {
+    uint32_t bits = to_bits(x);
+    uint16_t finite = (uint16_t)((bits + (noise & 0xffffu)) >> 16);
+    return (bits & 0x7f800000u) == 0x7f800000u ? nearest_bf16(x) : finite;
+}
+
+/* ---- tiles --------------------------------------------------------------------------------------------- */
+
+/* Elements [at, at + n) as float32: where they are, or converted into the buffer. */
+static inline float *as_float(const void *source, int is_bf16, int64_t at, int n, float *restrict buffer) {
+    if (!is_bf16) return (float *)source + at;
+    const uint16_t *restrict half = (const uint16_t *)source + at;
+    for (int i = 0; i < n; i++) buffer[i] = from_bits((uint32_t)half[i] << 16);
+    return buffer;
+}
+
+static void store_nearest(uint16_t *restrict to, const float *restrict from, int n) {
+    for (int i = 0; i < n; i++) to[i] = nearest_bf16(from[i]);
+}
+
+static void store_stochastic(uint16_t *restrict to, const float *restrict from, int n, uint32_t key, uint64_t index) {
+    uint32_t low = (uint32_t)index, high = (uint32_t)(index >> 32);
+    if ((uint64_t)low + (uint64_t)n > 0x100000000u) { /* the lower word wraps inside this tile */
+        int before = (int)(0x100000000u - low);
+        store_stochastic(to, from, before, key, index);
+        store_stochastic(to + before, from + before, n - before, key, index + (uint64_t)before);
+        return;
+    }
+    uint32_t inner = mix(key + high);
+    for (int i = 0; i < n; i++) to[i] = stochastic_bf16(from[i], mix((low + (uint32_t)i) ^ inner));
+}
+
+/* What phase one does to a vector of elements is told once, and compiled for each combination of its parts:
+   - ema: there is a u, and d is not simply g;
+   - moments: u, m and v are to become those of this step;
+   - ratio: the squares of theta and r are wanted.
+   n is a multiple of LANES. */
+static inline __attribute__((always_inline)) void loop(int n, const Span *s, const float *restrict g, float *restrict u,
+                                                       float *restrict m, float *restrict v,
+                                                       const float *restrict theta, Squares *squares, const int ema,
+                                                       const int moments, const int ratio) {
+    const Weight to_ema = weight_of(s->rho), w1 = weight_of(1 - s->beta1), w2 = weight_of(1 - s->beta2);
+    const Vector b3 = all(s->beta3), w3 = all(1 - s->beta3);
+    const Vector eps = all(s->eps), scale = all(s->scale), decay = all(s->weight_decay);
+    Squares sums = *squares;
+    for (int i = 0; i < n; i += LANES) {
+        Vector new_m = load(m + i), new_v = load(v + i);
+        if (moments) {
+            Vector d = load(g + i);
+            if (ema) {
+                Vector gradient = d, old_u = load(u + i);
+                d = lerp(gradient, old_u, to_ema);
+                store(u + i, lerp(old_u, gradient, w1));
+            }
+            new_m = lerp(new_m, d, w2);
+            new_v = vector_fma(w3 * d, d, new_v * b3);
+            store(m + i, new_m);
+            store(v + i, new_v);
+        }
+        if (ratio) { /* r = lambda theta + m^ / (sqrt(v^) + eps1), with both bias corrections in scale and eps */
+            Vector here = load(theta + i);
+            add_squares(sums.theta, here);
+            add_squares(sums.r, decay * here + (scale * new_m) / (vector_sqrt(new_v) + eps));
+        }
+    }
+    *squares = sums;
+}
+
+static void whole_vectors(int n, const Span *s, const float *g, float *u, float *m, float *v, const float *theta,
+                          Squares *squares, int moments, int ratio) {
+    if (!moments)
+        loop(n, s, g, u, m, v, theta, squares, 0, 0, 1);
+    else if (u && ratio)
+        loop(n, s, g, u, m, v, theta, squares, 1, 1, 1);
+    else if (u)
+        loop(n, s, g, u, m, v, theta, squares, 1, 1, 0);
+    else if (ratio)
+        loop(n, s, g, u, m, v, theta, squares, 0, 1, 1);
+    else
+        loop(n, s, g, u, m, v, theta, squares, 0, 1, 0);
+}
+
+/* The last, incomplete vector takes a detour through buffers in which the rest are numbers that add nothing. */
+static void vectors(int n, const Span *s, const float *g, float *u, float *m, float *v, const float *theta,
+                    Squares *squares, int moments, int ratio) {
+    int whole = n - n % LANES;
+    size_t rest = sizeof(float) * (size_t)(n - whole);
+    whole_vectors(whole, s, g, u, m, v, theta, squares, moments, ratio);
+    if (rest == 0) return;
+    float last_g[LANES] = {0}, last_u[LANES] = {0}, last_m[LANES] = {0}, last_theta[LANES] = {0}, last_v[LANES];
+    store(last_v, all(1)); /* with eps1 = 0 it is divided by */
+    memcpy(last_m, m + whole, rest);
+    memcpy(last_v, v + whole, rest);
+    if (moments) memcpy(last_g, g + whole, rest);
+    if (moments && u) memcpy(last_u, u + whole, rest);
+    if (ratio) memcpy(last_theta, theta + whole, rest);
+    whole_vectors(LANES, s, last_g, u ? last_u : NULL, last_m, last_v, last_theta, squares, moments, ratio);
+    if (!moments) return;
+    memcpy(m + whole, last_m, rest);
+    memcpy(v + whole, last_v, rest);
+    if (u) memcpy(u + whole, last_u, rest);
+}
+
+static void tile_of_phase_one(const Span *s, int64_t at, int n, Squares *squares) {
+    float buffer_g[TILE], buffer_u[TILE], buffer_m[TILE], buffer_theta[TILE];
+    const float *g = as_float(s->grad, s->grad_is_bf16, at, n, buffer_g);
+    float *u = s->grad_ema ? as_float(s->grad_ema, s->grad_ema_is_bf16, at, n, buffer_u) : NULL;
+    float *m = as_float(s->exp_avg, s->exp_avg_is_bf16, at, n, buffer_m);
+    float *v = s->exp_avg_sq + at;
+    int ratio = s->slot >= 0;
+    const float *theta = ratio ? as_float(s->param, s->param_is_bf16, at, n, buffer_theta) : NULL;
+    uint64_t index = (uint64_t)(s->index + at);
+    vectors(n, s, g, u, m, v, theta, squares, 1, ratio && !s->exp_avg_is_bf16);
+    if (u && s->grad_ema_is_bf16) store_stochastic((uint16_t *)s->grad_ema + at, u, n, s->grad_ema_key, index);
+    if (s->exp_avg_is_bf16) {
+        store_stochastic((uint16_t *)s->exp_avg + at, m, n, s->exp_avg_key, index);
+        as_float(s->exp_avg, 1, at, n, buffer_m); /* phase two will read the rounded one: r is made of that */
+        if (ratio) vectors(n, s, g, u, m, v, theta, squares, 0, 1);
+    }
+}
+
+static void tile_of_phase_two(const Span *s, int64_t at, int n) {
+    float buffer_m[TILE], buffer_theta[TILE];
+    const float *restrict m = as_float(s->exp_avg, s->exp_avg_is_bf16, at, n, buffer_m);
+    const float *restrict v = s->exp_avg_sq + at;
+    float *restrict theta = as_float(s->param, s->param_is_bf16, at, n, buffer_theta);
+    float eps = (float)s->eps, scale = (float)s->scale, decay = (float)s->weight_decay;
+    float minus_step = -(float)s->step_size;
+    for (int i = 0; i < n; i++) {
+        float r = decay * theta[i] + (scale * m[i]) / (sqrtf(v[i]) + eps);
+        theta[i] = fma_as_torch(minus_step, r, theta[i]);
+    }
+    if (s->param_is_bf16) store_nearest((uint16_t *)s->param + at, theta, n);
+    if (s->model_copy) store_nearest(s->model_copy + at, theta, n);
+}
+
+/* ---- blocks and threads -------------------------------------------------------------------------------- */
+
+static const Span *span_of(const Job *job, int64_t block) {
+    int64_t low = 0, high = job->n_spans - 1;
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2;
+        if (job->spans[middle].first_block <= block)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return &job->spans[low];
+}
+
+static double sum_of_lanes(const Wide *sums) {
+    double sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane / (LANES / 2)][lane % (LANES / 2)];
+    return sum;
+}
+
+static void *work(void *argument) {
+    Job *job = argument;
+    int64_t block;
+    while ((block = __atomic_fetch_add(&job->next_block, 1, __ATOMIC_RELAXED)) < job->n_blocks) {
+        const Span *s = span_of(job, block);
+        int64_t at = (block - s->first_block) * BLOCK;
+        int64_t stop = at + BLOCK < s->length ? at + BLOCK : s->length;
+        Squares squares;
+        memset(&squares, 0, sizeof squares);
+        for (; at < stop; at += TILE) {
+            int n = stop - at < TILE ? (int)(stop - at) : TILE;
+            if (job->phase == 1)
+                tile_of_phase_one(s, at, n, &squares);
+            else
+                tile_of_phase_two(s, at, n);
+        }
+        if (job->phase == 1) {
+            job->block_sums[2 * block] = sum_of_lanes(squares.theta);
+            job->block_sums[2 * block + 1] = sum_of_lanes(squares.r);
+        }
+    }
+    return NULL;
+}
+
+/* Threads live for one phase: nothing is left that a fork could lose, and starting them takes microseconds.
+   One that cannot be started leaves its share to the others. */
+static void run(Job *job, int64_t threads) {
+    pthread_t others[MAX_THREADS];
+    int started = 0;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    if (threads > job->n_blocks) threads = job->n_blocks;
+    while (started < threads - 1 && pthread_create(&others[started], NULL, work, job) == 0) started++;
+    work(job);
+    for (int i = 0; i < started; i++) pthread_join(others[i], NULL);
+}
+
+/* theta_sums and r_sums have an entry a slot. Returns 0, or -1 if there was no memory for the blocks' sums. */
+int alto_phase_one(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t threads, double *theta_sums,
+                   double *r_sums) {
+    if (n_blocks == 0) return 0;
+    Job job = {spans, n_spans, n_blocks, 0, malloc(sizeof(double) * 2 * (size_t)n_blocks), 1};
+    if (!job.block_sums) return -1;
+    run(&job, threads);
+    for (int64_t i = 0; i < n_spans; i++) {
+        int64_t end = i + 1 < n_spans ? spans[i + 1].first_block : n_blocks;
+        if (spans[i].slot < 0) continue;
+        double theta = 0, r = 0;
+        for (int64_t block = spans[i].first_block; block < end; block++) {
+            theta += job.block_sums[2 * block];
+            r += job.block_sums[2 * block + 1];
+        }
+        theta_sums[spans[i].slot] += theta;
+        r_sums[spans[i].slot] += r;
+    }
+    free(job.block_sums);
+    return 0;
+}
+
+void alto_phase_two(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t threads) {
+    Job job = {spans, n_spans, n_blocks, 0, NULL, 2};
+    if (n_blocks > 0) run(&job, threads);
+}

@@ -1,0 +1,54 @@
+"""What stands where in the tables that the Triton kernels read; shared by those who write them and the kernels.
+
+Plain numbers, so that this module needs neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+# One row a chunk: the elements that one program of a launch works on. int64.
+CHUNK_COLUMNS = 6
+(
+    PIECE,  # row of the table of pieces
+    FIRST_TILE,  # the tile, counted from the piece's element 0, in which the chunk begins
+    LOW,  # its elements are [LOW, HIGH) of the piece
+    HIGH,
+    SLOT,  # column of sums and entry of step_sizes, or NO_RATIO
+    TOTAL,  # row of the table of totals, or -1 without a slot
+) = range(CHUNK_COLUMNS)
+
+# One row a slot that a launch adds to: which programs have partial sums of it. int64.
+TOTAL_COLUMNS = 2
+FIRST_PROGRAM, PROGRAMS = range(TOTAL_COLUMNS)
+
+# One row a piece. int64; addresses are of element 0.
+PIECE_COLUMNS = 9
+(
+    PARAM,
+    GRAD,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GRAD_EMA,  # 0 where there is none
+    MODEL_COPY,  # 0 where there is none
+    ALIGNED,  # 1 if all of these are multiples of ALIGNMENT bytes
+    SEED,  # of the rounding of low-precision states
+    COEFFICIENTS,  # row of the table of coefficients
+) = range(PIECE_COLUMNS)
+
+ALIGNMENT = 16  # bytes; the widest load or store of a thread
+
+# One row for the pieces that share a group and a step. float64; a kernel rounds each to float32 as it reads it.
+COEFFICIENT_COLUMNS = 12
+(
+    LR,
+    ALPHA,
+    ONE_MINUS_BETA1,
+    BETA2,
+    ONE_MINUS_BETA2,
+    BETA3,
+    ONE_MINUS_BETA3,
+    EPS1,
+    WEIGHT_DECAY,
+    CORRECTION2,  # 1 / (1 - beta2^k)
+    CORRECTION3,  # 1 / sqrt(1 - beta3^k)
+    STEP,  # k, for the rounding of low-precision states
+) = range(COEFFICIENT_COLUMNS)

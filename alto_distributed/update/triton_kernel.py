@@ -1,0 +1,310 @@
+# mypy: ignore-errors
+# ruff: noqa: SIM300
+# To a type checker the bodies below are not Python: Triton compiles them, and knows its own types. To the linter a
+# name in capitals is a constant that belongs on the right; here it is a parameter known when the kernel is compiled.
+"""The two Triton kernels: one launch each serves all pieces that are alike in their dtypes.
+
+A program takes one chunk: neighbouring elements of one span. It goes over them tile by tile; tiles that
+lie wholly inside the chunk, in pieces whose tensors are all aligned, with the widest loads and stores
+there are, the others element by element under a mask. Which piece, which elements and which slot it reads
+from tables (``triton_columns``); addresses are numbers in a table, so one launch reaches any number of
+tensors. All that changes from step to step is read from memory too: nothing is compiled anew, and a graph
+that replays the launches sees the new values.
+
+Sums are the same to the bit from run to run. A program leaves its partial sums, float64, in a place of its
+own and counts itself; the last one of a slot adds up all places in their order. Which program is the last
+changes from run to run, the order of the addition does not, and no float is ever added by an atomic.
+
+No ``from __future__ import annotations`` here: Triton reads the annotations.
+"""
+
+import triton
+import triton.language as tl
+
+from . import triton_columns as columns
+from .triton_elements import FOR_EXP_AVG, FOR_GRAD_EMA, from_bits, load, rounding_key, store, to_either_side, to_nearest
+
+_PIECE = tl.constexpr(columns.PIECE)
+_FIRST_TILE = tl.constexpr(columns.FIRST_TILE)
+_LOW = tl.constexpr(columns.LOW)
+_HIGH = tl.constexpr(columns.HIGH)
+_SLOT = tl.constexpr(columns.SLOT)
+_TOTAL = tl.constexpr(columns.TOTAL)
+_CHUNK_COLUMNS = tl.constexpr(columns.CHUNK_COLUMNS)
+
+_FIRST_PROGRAM = tl.constexpr(columns.FIRST_PROGRAM)
+_PROGRAMS = tl.constexpr(columns.PROGRAMS)
+_TOTAL_COLUMNS = tl.constexpr(columns.TOTAL_COLUMNS)
+
+_PARAM = tl.constexpr(columns.PARAM)
+_GRAD = tl.constexpr(columns.GRAD)
+_EXP_AVG = tl.constexpr(columns.EXP_AVG)
+_EXP_AVG_SQ = tl.constexpr(columns.EXP_AVG_SQ)
+_GRAD_EMA = tl.constexpr(columns.GRAD_EMA)
+_MODEL_COPY = tl.constexpr(columns.MODEL_COPY)
+_ALIGNED = tl.constexpr(columns.ALIGNED)
+_SEED = tl.constexpr(columns.SEED)
+_COEFFICIENTS = tl.constexpr(columns.COEFFICIENTS)
+_PIECE_COLUMNS = tl.constexpr(columns.PIECE_COLUMNS)
+
+_LR = tl.constexpr(columns.LR)
+_ALPHA = tl.constexpr(columns.ALPHA)
+_ONE_MINUS_BETA1 = tl.constexpr(columns.ONE_MINUS_BETA1)
+_BETA2 = tl.constexpr(columns.BETA2)
+_ONE_MINUS_BETA2 = tl.constexpr(columns.ONE_MINUS_BETA2)
+_BETA3 = tl.constexpr(columns.BETA3)
+_ONE_MINUS_BETA3 = tl.constexpr(columns.ONE_MINUS_BETA3)
+_EPS1 = tl.constexpr(columns.EPS1)
+_WEIGHT_DECAY = tl.constexpr(columns.WEIGHT_DECAY)
+_CORRECTION2 = tl.constexpr(columns.CORRECTION2)
+_CORRECTION3 = tl.constexpr(columns.CORRECTION3)
+_STEP = tl.constexpr(columns.STEP)
+_COEFFICIENT_COLUMNS = tl.constexpr(columns.COEFFICIENT_COLUMNS)
+
+
+# -- the update -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _of_direction(row):
+    """The numbers that r needs. All of a row is read once a program: stores could change it, for all the compiler
+    knows, so in a loop it would be read again for every tile."""
+    return (
+        tl.load(row + _CORRECTION2).to(tl.float32),
+        tl.load(row + _CORRECTION3).to(tl.float32),
+        tl.load(row + _EPS1).to(tl.float32),
+        tl.load(row + _WEIGHT_DECAY).to(tl.float32),
+    )
+
+
+@triton.jit
+def _of_moments(row):
+    """The numbers that the states need."""
+    return (
+        tl.load(row + _ALPHA).to(tl.float32),
+        tl.load(row + _ONE_MINUS_BETA1).to(tl.float32),
+        tl.load(row + _BETA2).to(tl.float32),
+        tl.load(row + _ONE_MINUS_BETA2).to(tl.float32),
+        tl.load(row + _BETA3).to(tl.float32),
+        tl.load(row + _ONE_MINUS_BETA3).to(tl.float32),
+    )
+
+
+@triton.jit
+def _direction(theta, m, v, numbers):
+    """r = m^ / (sqrt(v^) + eps1) + lambda theta, with the corrections as factors."""
+    correction2, correction3, eps1, weight_decay = numbers
+    return tl.div_rn(m, tl.sqrt_rn(v) * correction3 + eps1) * correction2 + weight_decay * theta
+
+
+@triton.jit
+def _tile_of_phase_one(
+    tile,
+    chunk,
+    addresses,
+    keys,
+    of_moments,
+    of_direction,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    GRAD_EMA: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Updates the states of a tile; gives theta and r of it as float64, with zeros outside of the chunk."""
+    tile = tl.cast(tile, tl.int64)  # a loop of the interpreter counts in plain numbers
+    low, high = chunk
+    param, grad, exp_avg, exp_avg_sq, grad_ema = addresses
+    key_of_grad_ema, key_of_exp_avg = keys
+    alpha, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3 = of_moments
+    index = tile * TILE + tl.arange(0, TILE)
+    inside = (index >= low) & (index < high)
+    d = load(grad, tile, inside, GRAD, TILE, WIDE)
+    m = load(exp_avg, tile, inside, EXP_AVG, TILE, WIDE)
+    v = load(exp_avg_sq, tile, inside, tl.float32, TILE, WIDE)
+    theta = load(param, tile, inside, PARAM, TILE, WIDE)
+
+    if GRAD_EMA is not None:
+        u = load(grad_ema, tile, inside, GRAD_EMA, TILE, WIDE)
+        a = one_minus_beta1 * (d - u)
+        d += alpha * a
+        u += a
+        if GRAD_EMA == tl.bfloat16:
+            store(grad_ema, tile, inside, to_either_side(u, key_of_grad_ema, tile, TILE), GRAD_EMA, TILE, WIDE)
+        else:
+            store(grad_ema, tile, inside, u, GRAD_EMA, TILE, WIDE)
+
+    m = beta2 * m + one_minus_beta2 * d
+    if EXP_AVG == tl.bfloat16:
+        rounded = to_either_side(m, key_of_exp_avg, tile, TILE)
+        store(exp_avg, tile, inside, rounded, EXP_AVG, TILE, WIDE)
+        # r is that of phase two, which will find the rounded one.
+        m = from_bits(rounded)
+    else:
+        store(exp_avg, tile, inside, m, EXP_AVG, TILE, WIDE)
+    v = beta3 * v + one_minus_beta3 * (d * d)
+    store(exp_avg_sq, tile, inside, v, tl.float32, TILE, WIDE)
+
+    r = _direction(theta, m, v, of_direction)
+    if not WIDE:
+        r = tl.where(inside, r, 0.0)  # 0/0 where eps1 is 0
+    return theta.to(tl.float64), r.to(tl.float64)
+
+
+@triton.jit
+def _tile_of_phase_two(
+    tile,
+    chunk,
+    addresses,
+    of_direction,
+    step_size,
+    PARAM: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    MODEL_COPY: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    tile = tl.cast(tile, tl.int64)  # a loop of the interpreter counts in plain numbers
+    low, high = chunk
+    param, exp_avg, exp_avg_sq, model_copy = addresses
+    index = tile * TILE + tl.arange(0, TILE)
+    inside = (index >= low) & (index < high)
+    theta = load(param, tile, inside, PARAM, TILE, WIDE)
+    m = load(exp_avg, tile, inside, EXP_AVG, TILE, WIDE)
+    v = load(exp_avg_sq, tile, inside, tl.float32, TILE, WIDE)
+    theta -= step_size * _direction(theta, m, v, of_direction)
+    store(param, tile, inside, to_nearest(theta, PARAM), PARAM, TILE, WIDE)
+    if MODEL_COPY is not None:
+        store(model_copy, tile, inside, to_nearest(theta, MODEL_COPY), MODEL_COPY, TILE, WIDE)
+
+
+@triton.jit
+def _tiles(chunk, piece, low, high, TILE: tl.constexpr):
+    """Of a chunk: its tiles [first, stop), and among them those to be taken whole, [begin, end)."""
+    first, stop = tl.load(chunk + _FIRST_TILE), (high + (TILE - 1)) // TILE
+    aligned = tl.load(piece + _ALIGNED) != 0
+    begin = tl.where(aligned, (low + (TILE - 1)) // TILE, stop)
+    end = tl.maximum(high // TILE, begin)
+    return first, begin, end, stop
+
+
+# -- the launches -----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["slots"])
+def phase_one(
+    chunks,
+    totals,
+    arrivals,
+    partials,
+    pieces,
+    coefficients,
+    sums,
+    slots,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    GRAD_EMA: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    chunk = chunks + program * _CHUNK_COLUMNS
+    piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
+    row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
+    low, high = tl.load(chunk + _LOW), tl.load(chunk + _HIGH)
+    first, begin, end, stop = _tiles(chunk, piece, low, high, TILE)
+
+    addresses = (
+        tl.load(piece + _PARAM),
+        tl.load(piece + _GRAD),
+        tl.load(piece + _EXP_AVG),
+        tl.load(piece + _EXP_AVG_SQ),
+        tl.load(piece + _GRAD_EMA),
+    )
+    seed, step = tl.load(piece + _SEED), tl.load(row + _STEP).to(tl.int64)
+    keys = (rounding_key(seed, step, FOR_GRAD_EMA), rounding_key(seed, step, FOR_EXP_AVG))
+    moments, direction = _of_moments(row), _of_direction(row)
+
+    theta_squares = tl.zeros([TILE], tl.float64)
+    r_squares = tl.zeros([TILE], tl.float64)
+    # Tiles come in their order whichever way they go, so that the sums do not hang on alignment.
+    for tile in range(first, begin):
+        theta, r = _tile_of_phase_one(
+            tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
+        )
+        theta_squares += theta * theta
+        r_squares += r * r
+    for tile in range(begin, end):
+        theta, r = _tile_of_phase_one(
+            tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, True
+        )
+        theta_squares += theta * theta
+        r_squares += r * r
+    for tile in range(end, stop):
+        theta, r = _tile_of_phase_one(
+            tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
+        )
+        theta_squares += theta * theta
+        r_squares += r * r
+
+    total = tl.load(chunk + _TOTAL)
+    if total >= 0:
+        programs = tl.num_programs(0)
+        tl.store(partials + program, tl.sum(theta_squares))
+        tl.store(partials + programs + program, tl.sum(r_squares))
+        tl.debug_barrier()  # whichever threads wrote these, they come before the count
+        begin_program = tl.load(totals + total * _TOTAL_COLUMNS + _FIRST_PROGRAM)
+        count = tl.load(totals + total * _TOTAL_COLUMNS + _PROGRAMS)
+        # Release: who sees the count sees the partial sums. Acquire: the last to count sees all of them.
+        arrived = tl.atomic_add(arrivals + total, 1, sem="acq_rel", scope="gpu")
+        if arrived == count - 1:
+            theta_totals = tl.zeros([TILE], tl.float64)
+            r_totals = tl.zeros([TILE], tl.float64)
+            for start in range(0, count, TILE):
+                place = start + tl.arange(0, TILE)
+                there = partials + begin_program + place
+                # Past the caches that other programs' stores do not reach.
+                theta_totals += tl.load(there, mask=place < count, other=0.0, cache_modifier=".cg")
+                r_totals += tl.load(there + programs, mask=place < count, other=0.0, cache_modifier=".cg")
+            slot = sums + tl.load(chunk + _SLOT)
+            tl.store(slot, tl.load(slot) + tl.sum(theta_totals))
+            tl.store(slot + slots, tl.load(slot + slots) + tl.sum(r_totals))
+            tl.store(arrivals + total, 0)  # for the next launch
+
+
+@triton.jit
+def phase_two(
+    chunks,
+    pieces,
+    coefficients,
+    step_sizes,
+    PARAM: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    MODEL_COPY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_COLUMNS
+    piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
+    row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
+    low, high, slot = tl.load(chunk + _LOW), tl.load(chunk + _HIGH), tl.load(chunk + _SLOT)
+    if slot >= 0:
+        step_size = tl.load(step_sizes + slot).to(tl.float32)
+    else:
+        step_size = tl.load(row + _LR).to(tl.float32)
+    first, begin, end, stop = _tiles(chunk, piece, low, high, TILE)
+
+    addresses = (
+        tl.load(piece + _PARAM),
+        tl.load(piece + _EXP_AVG),
+        tl.load(piece + _EXP_AVG_SQ),
+        tl.load(piece + _MODEL_COPY),
+    )
+    direction = _of_direction(row)
+
+    for tile in range(first, begin):
+        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, MODEL_COPY, TILE, False)
+    for tile in range(begin, end):
+        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, MODEL_COPY, TILE, True)
+    for tile in range(end, stop):
+        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, MODEL_COPY, TILE, False)

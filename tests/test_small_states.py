@@ -1,0 +1,328 @@
+"""States in bfloat16: the generator of stochastic rounding, the same bits in every kernel, saving and loading."""
+
+import copy
+import io
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from alto_distributed import ALTO
+from alto_distributed.config import Hyperparameters
+from alto_distributed.sharding.layout import LogicalParameter, ShardLayout
+from alto_distributed.update import Coefficients, Piece, Span, chunked, native, reference, rounding
+
+KERNELS = {"reference": reference, "torch": chunked, "native": native}
+BOTH = dict(grad_ema_dtype="bfloat16", exp_avg_dtype=torch.bfloat16)
+MASK = 0xFFFFFFFF
+
+
+def bits(t):
+    return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+# -- the generator -------------------------------------------------------------------------------------------------
+
+
+def written_out(seed, k, which, i):
+    """The definition, in Python's integers, without the code under test."""
+
+    def mix(x):
+        x ^= x >> 16
+        x = x * 0x7FEB352D & MASK
+        x ^= x >> 15
+        x = x * 0x846CA68B & MASK
+        return x ^ x >> 16
+
+    key = mix((mix((seed + 0x9E3779B9 * k) & MASK) + which) & MASK)
+    return mix((i & MASK) ^ mix((key + (i >> 32)) & MASK))
+
+
+def test_the_generator_is_the_one_that_is_written_down():
+    for seed, k, which in ((0, 1, 0), (0xFFFFFFFF, 12345, 1), (77, 2**31, 0)):
+        piece = a_piece(8, seed=seed, k=k)
+        key = rounding.key_of(piece, which)
+        for start in (0, 5, 2**32 - 3, 2**35 + 1):
+            got = rounding.random_bits(key, start, start + 7, torch.device("cpu")).tolist()
+            assert got == [written_out(seed, k, which, i) for i in range(start, start + 7)]
+    # A value to hold other kernels to.
+    assert written_out(1, 2, 1, 2**32 + 3) == 0x1576D71E
+
+
+def test_every_bit_is_a_fair_coin_over_elements_steps_and_seeds():
+    cpu = torch.device("cpu")
+    over_elements = rounding.random_bits(12345, 0, 1 << 16, cpu)
+    over_steps = torch.tensor([written_out(3, k, 0, 17) for k in range(1, 20000)])
+    over_seeds = torch.tensor([written_out(rounding.seed_of(g, i), 1, 0, 17) for g in range(20) for i in range(1000)])
+    for sample in (over_elements, over_steps, over_seeds):
+        for bit in range(16):
+            share = ((sample >> bit) & 1).double().mean().item()
+            assert abs(share - 0.5) < 4.5 * 0.5 / len(sample) ** 0.5
+
+
+def test_seeds_differ_from_tensor_to_tensor():
+    seeds = [rounding.seed_of(g, i, name) for g in range(30) for i in range(300) for name in ("", "a.weight", "b")]
+    assert len(set(seeds)) > len(seeds) - 20  # of 27000 out of 2^32 hardly any two meet
+    assert rounding.seed_of(1, 2) == rounding.seed_of(1, 2, "")
+    assert rounding.seed_of(1, 2) != rounding.seed_of(2, 1)
+
+
+def test_rounding_is_right_in_the_mean_and_goes_to_a_neighbour():
+    x = torch.cat([torch.randn(200), torch.randn(50) * 1e-39, torch.tensor([0.0, 1.0, -2.5, 3.38e38])])
+    trials = 4000
+    total = torch.zeros(len(x), dtype=torch.float64)
+    out = torch.empty(len(x), dtype=torch.bfloat16)
+    below = (bits(x) & -65536).view(torch.float32)  # towards zero
+    unit = ((bits(x) & -65536) + 65536).view(torch.float32).double() - below.double()
+    for k in range(trials):
+        rounding.store(out, x, rounding.mix(k), start=0)
+        neighbours = (out.float() == below) | (out.double() == below.double() + unit)
+        assert neighbours.all()
+        total += torch.where(out.isinf(), below.double() + unit, out.double())
+    error = (total / trials - x.double()) / unit.abs().clamp_min(1e-45)
+    assert error.abs().max().item() < 5 * 0.5 / trials**0.5
+    nearest = (x.bfloat16().double() - x.double()) / unit.abs().clamp_min(1e-45)
+    assert nearest.abs().max().item() > 10 * error.abs().max().item()  # the instrument sees a bias
+    assert error[-3:-1].abs().max().item() == 0  # what fits is kept as it is
+
+
+# -- kernels -------------------------------------------------------------------------------------------------------
+
+
+def a_piece(n, *, seed=9, k=3, ema=torch.bfloat16, m=torch.bfloat16, spans=None, **hyper):
+    return Piece(
+        param=torch.randn(n),
+        grad=torch.randn(n),
+        exp_avg=torch.randn(n).to(m),
+        exp_avg_sq=torch.rand(n) + 0.01,
+        grad_ema=torch.randn(n).to(ema),
+        spans=tuple(Span(*s) for s in spans or [(0, n, 0)]),
+        coefficients=Coefficients.at_step(Hyperparameters(**hyper), k),
+        seed=seed,
+    )
+
+
+def run(kernel, piece):
+    tensors = ("param", "grad", "exp_avg", "exp_avg_sq", "grad_ema")
+    piece = replace(piece, **{name: getattr(piece, name).clone() for name in tensors})
+    sums = torch.zeros(2, 1, dtype=torch.float64)
+    kernel.phase_one([piece], sums)
+    kernel.phase_two([piece], torch.tensor([0.01], dtype=torch.float64))
+    return piece, sums
+
+
+@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize(
+    "dtypes", [dict(ema=torch.float32), dict(m=torch.float32), dict()], ids=["exp_avg", "grad_ema", "both"]
+)
+def test_every_kernel_draws_the_same_bits(dtypes, k):
+    """torch and C agree to the bit. The reference computes in another order; where its float32 value is another,
+    the same draw mostly still gives the same bfloat16, and a wrong draw would differ in half of them."""
+    n = 70000  # more than one block, one piece of the generator's work, and not a multiple of anything
+    piece = a_piece(n, k=k, spans=[(3, 40001, 0), (40010, n - 1, -1)], **dtypes)
+    results = {name: run(kernel, piece) for name, kernel in KERNELS.items()}
+    truth, truth_sums = results["reference"]
+    for name in ("torch", "native"):
+        got, sums = results[name]
+        torch.testing.assert_close(sums, truth_sums, rtol=1e-5, atol=0)
+        for state in ("exp_avg", "grad_ema"):
+            a, b = getattr(got, state), getattr(truth, state)
+            if a.dtype == torch.bfloat16:
+                assert (bits(a) != bits(b)).float().mean().item() < 1e-3, (name, state)
+            torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-5)
+    for state in ("exp_avg", "exp_avg_sq", "grad_ema"):
+        assert same_bits(*(getattr(results[name][0], state) for name in ("torch", "native"))), state
+    for other in (replace(piece, seed=10), replace(piece, coefficients=replace(piece.coefficients, step=k + 1))):
+        drawn_again, _ = run(native, other)
+        for state in ("exp_avg", "grad_ema"):
+            if getattr(piece, state).dtype == torch.bfloat16:
+                assert 0.2 < (getattr(drawn_again, state) != getattr(truth, state)).float().mean().item() < 0.8
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_both_phases_see_the_first_moment_that_is_kept(kernel):
+    """|r| must be of the r that phase two uses: with another, a step would not have the length lr * |theta|."""
+    piece = a_piece(300, alpha=0.0, weight_decay=0.0, eps=1e-3)
+    got, sums = run(KERNELS[kernel], piece)
+    step = piece.param.double() - got.param.double()
+    assert (step.norm() / 0.01).item() == pytest.approx(sums[1, 0].sqrt().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_infinity_and_nan_stay_what_they_are(kernel):
+    piece = a_piece(64, alpha=0.5, betas=(0.01, 0.9, 0.99))
+    piece.grad[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    got, _ = run(KERNELS[kernel], piece)
+    assert not got.exp_avg[:3].isfinite().any()
+    assert not got.grad_ema[:3].isfinite().any()
+    assert got.exp_avg[3:].isfinite().all()
+    assert got.grad_ema[3:].isfinite().all()
+
+
+def test_indices_beyond_32_bits_in_c():
+    """A tensor of 2^32 elements would not fit here; a span that claims to lie there draws the bits of there."""
+    piece = a_piece(100)
+    records, blocks, threads = native._spans([piece], None)
+    records[0].index = 2**32 - 40
+    totals = torch.zeros(2, 1, dtype=torch.float64)
+    before = piece.grad_ema.float()
+    native._call("alto_phase_one", records, blocks, threads, totals[0], totals[1])
+    c = piece.coefficients
+    expected = torch.empty(100, dtype=torch.bfloat16)
+    u = before.lerp(piece.grad, 1 - c.beta1)
+    rounding.store(expected, u, rounding.key_of(piece, rounding.GRAD_EMA_BITS), 2**32 - 40)
+    assert same_bits(piece.grad_ema, expected)
+
+
+# -- the optimizer -------------------------------------------------------------------------------------------------
+
+
+def trained(optimizer, params, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator) + 0.3 * p.detach().float().sign()
+            p.grad = p.grad.to(p.dtype)
+        optimizer.step()
+
+
+def parameters():
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(40, 50)), nn.Parameter(torch.randn(30))]
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch", "reference"])
+def test_ten_bytes_of_state_a_parameter_and_eight_with_both(kernel):
+    for options, expected in ((dict(grad_ema_dtype=torch.bfloat16), 10), (BOTH, 8), ({}, 12)):
+        params = parameters()
+        optimizer = ALTO(params, kernel=kernel, **options)
+        trained(optimizer, params, 2)
+        kept = sum(t.nbytes for s in optimizer.state.values() for key, t in s.items() if key != "step")
+        assert kept == expected * sum(p.numel() for p in params)
+        assert all(s["exp_avg_sq"].dtype == torch.float32 for s in optimizer.state.values())
+
+
+def test_small_states_follow_full_ones():
+    """Over 60 steps the average in bfloat16 keeps up with that in float32; rounded to nearest it would stand still
+    (its steps of a hundredth are below half a unit in the last place)."""
+    ends = []
+    for options in ({}, dict(grad_ema_dtype="bfloat16"), BOTH):
+        params = parameters()
+        optimizer = ALTO(params, **options)
+        trained(optimizer, params, 60)
+        ends.append((params[0].detach(), optimizer.state[params[0]]["grad_ema"].double()))
+    (theta, u), *others = ends
+    for other_theta, other_u in others:
+        assert ((other_u - u).mean() / u.abs().mean()).abs().item() < 2e-3
+        assert ((other_u - u).norm() / u.norm()).item() < 0.03
+        assert ((other_theta - theta).norm() / theta.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch", "reference"])
+@pytest.mark.parametrize("through", ["state_dict", "pickle", "deepcopy"])
+def test_a_resumed_run_goes_on_to_the_bit(kernel, through):
+    params = parameters()
+    optimizer = ALTO(params, kernel=kernel, **BOTH)
+    trained(optimizer, params, 3)
+    if through == "state_dict":
+        file = io.BytesIO()
+        torch.save((params, optimizer.state_dict()), file)
+        file.seek(0)
+        others, saved = torch.load(file, weights_only=False)
+        other = ALTO(others, kernel=kernel, **BOTH)
+        other.load_state_dict(saved)
+    elif through == "pickle":
+        others, other = pickle.loads(pickle.dumps((params, optimizer)))
+    else:
+        others, other = copy.deepcopy((params, optimizer))
+    for run_on, its in ((optimizer, params), (other, others)):
+        trained(run_on, its, 3, seed=8)
+    for p, q in zip(params, others, strict=True):
+        assert same_bits(p, q)
+        for key in ALTO.state_keys:
+            assert same_bits(optimizer.state[p][key], other.state[q][key]), key
+
+
+def test_precision_is_the_optimizers_choice_not_the_checkpoints():
+    params = parameters()
+    small, full = ALTO(params, **BOTH), ALTO(params)
+    trained(small, params, 3)
+    full.load_state_dict(small.state_dict())
+    for key in ("exp_avg", "grad_ema"):
+        up = full.state[params[0]][key]
+        assert up.dtype == torch.float32
+        assert torch.equal(up, small.state[params[0]][key].float())  # exact
+    trained(full, params, 1)
+    down = ALTO(params, grad_ema_dtype="bfloat16")
+    down.load_state_dict(full.state_dict())
+    wide = full.state[params[0]]
+    assert same_bits(down.state[params[0]]["grad_ema"], wide["grad_ema"].bfloat16())  # to nearest
+    assert same_bits(down.state[params[0]]["exp_avg"], wide["exp_avg"])
+    # An engine that puts states back by itself, in float32.
+    down.state[params[0]]["grad_ema"] = wide["grad_ema"].clone()
+    trained(down, params, 1)
+    assert down.state[params[0]]["grad_ema"].dtype == torch.bfloat16
+
+
+def test_replicas_stay_equal_and_tensors_draw_apart():
+    runs = []
+    for _ in range(2):
+        params = parameters()
+        optimizer = ALTO(params, **BOTH)
+        trained(optimizer, params, 4)
+        runs.append((params, optimizer))
+    (params, optimizer), (others, other) = runs
+    for p, q in zip(params, others, strict=True):
+        assert all(same_bits(optimizer.state[p][key], other.state[q][key]) for key in ALTO.state_keys)
+
+    twins = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+    optimizer = ALTO(twins, **BOTH)
+    for p in twins:
+        p.grad = torch.linspace(0.1, 0.9, 1000)
+    optimizer.step()
+    a, b = (optimizer.state[p]["grad_ema"] for p in twins)
+    assert 0.2 < (a != b).float().mean().item() < 0.8
+
+
+def test_an_engine_that_steps_one_tensor_after_the_other_draws_apart():
+    """DeepSpeed puts every sub-group's flat tensor into the same place of the same group."""
+    flats = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+    optimizer = ALTO(flats[:1], **BOTH)
+    layouts = {p: ShardLayout.whole(LogicalParameter(f"layer{i}", (1000,)), 1000) for i, p in enumerate(flats)}
+    optimizer.set_layouts(layouts)
+    for p in flats:
+        optimizer.param_groups[0]["params"] = [p]
+        p.grad = torch.linspace(0.1, 0.9, 1000)
+        optimizer.step()
+    a, b = (optimizer.state[p]["grad_ema"] for p in flats)
+    assert 0.2 < (a != b).float().mean().item() < 0.8
+
+
+def test_refusals():
+    p = nn.Parameter(torch.ones(3))
+    for options, message in (
+        (dict(grad_ema_dtype="float16"), "grad_ema_dtype='float16' is not one of 'float32', 'bfloat16'"),
+        (dict(exp_avg_dtype=torch.float64), "exp_avg_dtype=torch.float64 is not one of"),
+        (dict(exp_avg_dtype=None), "exp_avg_dtype=None is not one of"),
+        (dict(exp_avg_sq_dtype="bfloat16"), "did you mean 'exp_avg_dtype'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ALTO([p], **options)
+    wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="of at most float32"):
+        ALTO([wide], grad_ema_dtype="bfloat16")
+    optimizer = ALTO([p], grad_ema_dtype="bfloat16")
+    with pytest.raises(ValueError, match="of at most float32"):
+        optimizer.add_param_group({"params": [wide]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["params"].append(wide)  # as Megatron does it
+    p.grad, wide.grad = torch.ones_like(p), torch.ones_like(wide)
+    with pytest.raises(ValueError, match="of at most float32"):
+        optimizer.step()
+    assert not optimizer.state  # nothing has changed
