@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alto_distributed.update import Coefficients, Piece, Span, triton_step
-from alto_distributed.update.triton_launch import launch_phase_one
-from alto_distributed.update.triton_step import available
-from alto_distributed.update.triton_table import Dtypes, Tiling, launches_of, shape_of, tiling_for
+from alto_distributed.update import Coefficients, Piece, Span
+from alto_distributed.update.gpu import step as triton_step
+from alto_distributed.update.gpu.launch import launch_phase_one
+from alto_distributed.update.gpu.step import available
+from alto_distributed.update.gpu.table import Dtypes, Tiling, launches_of, shape_of, tiling_for
 
 from .launcher import REPO
 
@@ -143,7 +144,7 @@ def test_operations_round_one_by_one(compiled):
 
 def test_triton_is_imported_at_the_first_launch_only():
     code = (
-        "import sys, alto_distributed.update.triton_step, alto_distributed.update.triton_graph; "
+        "import sys, alto_distributed.update.gpu.step, alto_distributed.update.gpu.graph; "
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 0
@@ -221,7 +222,7 @@ def test_it_needs_a_gpu_that_triton_knows(monkeypatch):
 
 @needs_triton
 def test_sums_of_another_precision_are_refused(monkeypatch):
-    for name in ("triton_kernel", "triton_elements"):  # which this process must not import for good
+    for name in ("gpu.kernel", "gpu.elements"):  # which this process must not import for good
         monkeypatch.setitem(sys.modules, f"alto_distributed.update.{name}", SimpleNamespace(element_type=None))
     with pytest.raises(ValueError, match="float64"):
         launch_phase_one((), Tiling(8, 4), torch.zeros(0), torch.zeros(0), torch.zeros(2, 1))

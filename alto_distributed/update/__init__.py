@@ -12,7 +12,7 @@ pieces of one device at once, so that it may serve many of them with one launch;
 ``step_sizes`` live on that device and are never read by the host.
 
 ``reference`` is the definition, written to be read beside the paper. The others must agree with it:
-``chunked`` in torch operations, for any device, ``native`` in C, for the CPU, and ``triton_step`` for GPUs.
+``chunked`` in torch operations, for any device, ``native`` in C, for the CPU, and ``gpu.step`` in Triton, for GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Protocol, cast
 
 import torch
 
-from . import chunked, native, reference, triton_step
+from . import chunked, native, reference
+from .gpu import step as gpu_step
 from .pieces import Coefficients, Piece, Span
 
 __all__ = ["KERNELS", "Coefficients", "Kernel", "Piece", "Span", "kernel_for"]
@@ -55,5 +56,5 @@ def kernel_for(name: str, device: torch.device) -> Kernel:
         return cast(Kernel, native)
     # Not by "auto" until it has been seen to be right on a GPU: so far it has run in Triton's interpreter alone.
     if name == "triton":
-        return triton_step.kernel_on(device)
+        return gpu_step.kernel_on(device)
     return cast(Kernel, chunked)

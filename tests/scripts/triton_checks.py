@@ -17,13 +17,13 @@ import torch
 
 from alto_distributed.config import Hyperparameters
 from alto_distributed.update import Coefficients, Piece, Span, reference, rounding
+from alto_distributed.update.gpu.columns import EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
+from alto_distributed.update.gpu.graph import ReplayedStep
+from alto_distributed.update.gpu.launch import launch_phase_one
+from alto_distributed.update.gpu.step import TritonKernel, serves
+from alto_distributed.update.gpu.table import Tiling, launches_of, shape_of
+from alto_distributed.update.gpu.values import Values
 from alto_distributed.update.pieces import NO_RATIO
-from alto_distributed.update.triton_columns import EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
-from alto_distributed.update.triton_graph import ReplayedStep
-from alto_distributed.update.triton_launch import launch_phase_one
-from alto_distributed.update.triton_step import TritonKernel, serves
-from alto_distributed.update.triton_table import Tiling, launches_of, shape_of
-from alto_distributed.update.triton_values import Values
 
 DEVICE = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
 SMALL = Tiling(tile=16, tiles=2)  # so that a few hundred elements have every kind of edge

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..config import Hyperparameters
-from .pieces import Piece
-from .triton_launch import launch_phase_one, launch_phase_two
-from .triton_step import serves
-from .triton_table import Tiling, launches_of, shape_of
-from .triton_values import DeviceCoefficients, Values
+from ...config import Hyperparameters
+from ..pieces import Piece
+from .launch import launch_phase_one, launch_phase_two
+from .step import serves
+from .table import Tiling, launches_of, shape_of
+from .values import DeviceCoefficients, Values
 
 
 class ReplayedStep:

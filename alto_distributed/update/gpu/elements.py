@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: SIM300
-# (see triton_kernel.py)
+# (see kernel.py)
 """Elements on their way between memory and a Triton kernel: addresses, precisions, rounding.
 
 bfloat16 is read and written as its bits, here and not by Triton's conversions: those of its interpreter,
@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import triton_columns as columns
-from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS
+from ..rounding import EXP_AVG_BITS, GRAD_EMA_BITS
+from . import columns
 
 _ALIGNMENT = tl.constexpr(columns.ALIGNMENT)
 

@@ -7,7 +7,7 @@
 A program takes one chunk: neighbouring elements of one span. It goes over them tile by tile; tiles that
 lie wholly inside the chunk, in pieces whose tensors are all aligned, with the widest loads and stores
 there are, the others element by element under a mask. Which piece, which elements and which slot it reads
-from tables (``triton_columns``); addresses are numbers in a table, so one launch reaches any number of
+from tables (``columns``); addresses are numbers in a table, so one launch reaches any number of
 tensors. All that changes from step to step is read from memory too: nothing is compiled anew, and a graph
 that replays the launches sees the new values.
 
@@ -21,8 +21,8 @@ No ``from __future__ import annotations`` here: Triton reads the annotations.
 import triton
 import triton.language as tl
 
-from . import triton_columns as columns
-from .triton_elements import FOR_EXP_AVG, FOR_GRAD_EMA, from_bits, load, rounding_key, store, to_either_side, to_nearest
+from . import columns
+from .elements import FOR_EXP_AVG, FOR_GRAD_EMA, from_bits, load, rounding_key, store, to_either_side, to_nearest
 
 _PIECE = tl.constexpr(columns.PIECE)
 _FIRST_TILE = tl.constexpr(columns.FIRST_TILE)

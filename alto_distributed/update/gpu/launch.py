@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .triton_table import Launch, Tiling
+from .table import Launch, Tiling
 
 # Products and sums are not fused: each operation rounds as it does in the reference, whatever Triton's default.
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
@@ -22,8 +22,8 @@ def launch_phase_one(
     sums: torch.Tensor,
 ) -> None:
     """Phase one of all launches. Their order on the device's stream makes it safe that two add to one slot."""
-    from . import triton_kernel as kernels
-    from .triton_elements import element_type
+    from . import kernel as kernels
+    from .elements import element_type
 
     if sums.dtype != torch.float64 or sums.stride(1) != 1:
         raise ValueError("sums must be float64 with contiguous rows; make it with torch.zeros(2, slots, dtype=float64)")
@@ -55,8 +55,8 @@ def launch_phase_two(
     coefficients: torch.Tensor,
     step_sizes: torch.Tensor,
 ) -> None:
-    from . import triton_kernel as kernels
-    from .triton_elements import element_type
+    from . import kernel as kernels
+    from .elements import element_type
 
     with on(step_sizes.device):
         for launch in launches:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..config import Hyperparameters
-from .pieces import Coefficients, Piece
-from .triton_columns import (
+from ...config import Hyperparameters
+from ..pieces import Coefficients, Piece
+from .columns import (
     ALIGNMENT,
     COEFFICIENT_COLUMNS,
     CORRECTION2,

@@ -1,7 +1,7 @@
 """How the spans of many pieces are cut into chunks, one a program, and which launches work on them.
 
 All of this hangs on shapes and dtypes alone. It is made once and kept on the device for as long as the
-optimizer steps with the same tensors; addresses and numbers, which change, are ``triton_values``.
+optimizer steps with the same tensors; addresses and numbers, which change, are ``values``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .pieces import NO_RATIO, Piece, Span
-from .triton_columns import CHUNK_COLUMNS, SLOT, TOTAL_COLUMNS
+from ..pieces import NO_RATIO, Piece, Span
+from .columns import CHUNK_COLUMNS, SLOT, TOTAL_COLUMNS
 
 
 class Dtypes(NamedTuple):
@@ -53,7 +53,7 @@ def tiling_for(device: torch.device) -> Tiling:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of phase one and one of phase two; the tensors are those that ``triton_kernel`` reads."""
+    """One launch of phase one and one of phase two; the tensors are those that ``kernel`` reads."""
 
     dtypes: Dtypes
     programs: int

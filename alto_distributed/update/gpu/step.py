@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from . import chunked
-from .pieces import Piece
-from .triton_launch import launch_phase_one, launch_phase_two
-from .triton_table import Launch, Shape, Tiling, launches_of, shape_of
-from .triton_values import Values
+from .. import chunked
+from ..pieces import Piece
+from .launch import launch_phase_one, launch_phase_two
+from .table import Launch, Shape, Tiling, launches_of, shape_of
+from .values import Values
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WEIGHTS_AND_GRADIENTS = (torch.float32, *_LOW_PRECISION)
@@ -121,7 +121,7 @@ class TritonKernel:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "a CUDA graph would replay the bias corrections and the learning rate of this one step for ever: "
-                "capture a ReplayedStep (update/triton_graph.py), whose numbers live on the device"
+                "capture a ReplayedStep (update/gpu/graph.py), whose numbers live on the device"
             )
         shape, stream = shape_of(pieces, self._tiling), _stream(device)
         for place, kept in enumerate(self._kept):

@@ -1,0 +1,1 @@
+"""The update on GPUs, in Triton. Start reading at :mod:`.step`."""
