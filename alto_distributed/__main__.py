@@ -14,7 +14,7 @@ from pathlib import Path
 from .registration import register
 
 #: Ours, in alto_distributed.pretrain; anything else is a script.
-COMMANDS = ("prepare", "pretrain", "compare", "report")
+COMMANDS = ("prepare", "pretrain", "compare", "report", "estimate")
 USAGE = f"""usage: python -m alto_distributed SCRIPT [arguments of the script ...]
        python -m alto_distributed {{{",".join(COMMANDS)}}} [--help]"""
 

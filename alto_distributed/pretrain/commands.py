@@ -1,4 +1,4 @@
-"""``python -m alto_distributed prepare | pretrain | compare | report``."""
+"""``python -m alto_distributed prepare | pretrain | compare | report | estimate``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from . import config, memory, report
+from . import config, estimate, memory, report
 from .config import Run
 
 
@@ -60,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     reporting.add_argument("runs", nargs="+", type=Path)
     reporting.add_argument("--into", type=Path, help="where to write report.md and report.png (default: the first run)")
     reporting.set_defaults(action=_report)
+
+    estimating = commands.add_parser("estimate", help="memory on each rank, and of a checkpoint, by part and optimizer")
+    estimate.add_arguments(estimating)
+    estimating.set_defaults(action=estimate.main)
     return parser
 
 
@@ -108,8 +112,10 @@ def plan(run: Run, world: int, directory: Path) -> str:
         )
     data_parallel, t, m = world // model_parallel, run.training, run.model
     accumulation = run.accumulation(data_parallel)
-    need = memory.estimate(run, world)
-    parts = ", ".join(f"{f.name} {_gib(getattr(need, f.name))}" for f in fields(need))
+    need, activations = memory.estimate(run, world)
+    held = {f.name: getattr(need, f.name) for f in fields(need)}
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in {**held, "activations": activations}.items() if size)
+    offloaded = "; as if nothing were offloaded" if memory.offloads(run) else ""
     return "\n".join(
         [
             f"run         {directory}",
@@ -120,7 +126,7 @@ def plan(run: Run, world: int, directory: Path) -> str:
             f"optimizer   {run.optimizer.name}, lr {run.optimizer.lr:g}",
             f"batch       {t.micro_batch} micro x {accumulation} accumulated x {data_parallel} data-parallel = "
             f"{t.global_batch} samples, {t.global_batch * m.sequence:,} tokens a step, {t.iterations} steps",
-            f"memory      about {_gib(need.total)} a rank: {parts}",
+            f"memory      about {_gib(need.total + activations)} a rank: {parts}{offloaded}",
         ]
     )
 

@@ -1,63 +1,90 @@
-"""Bytes that a run will need on each rank, from its settings alone.
+"""Bytes that a run will need on each rank, from its settings alone; and what it has needed in the end.
 
-Weights, gradients, master weights and optimizer states follow from the engine's way of sharding; activations
-are a rough figure, for orientation.
+Weights, gradients, master weights, states and buffers are those of :mod:`.footprint`; activations are a rough figure,
+for orientation.
 """
 
 from __future__ import annotations
 
 import json
 import resource
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .config import Run
-
-#: Float32 state tensors that an optimizer keeps for each parameter.
-STATES = {"alto": 3, "lamb": 2, "adamw": 2, "adam": 2, "adabelief": 2, "lion": 1}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank."""
-
-    weights: float
-    gradients: float
-    master: float
-    states: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        return float(sum(getattr(self, f.name) for f in fields(self)))
+from .footprint import STATES, Footprint, Setting, footprint
+from .sizes import count, of_model
 
 
 def parameter_count(run: Run) -> int:
     """Of the whole model: embeddings (the output's is tied), layers, last norm."""
-    m = run.model
-    layer = 12 * m.hidden**2 + 13 * m.hidden
-    return (m.vocabulary + m.sequence) * m.hidden + m.layers * layer + 2 * m.hidden
+    return count(of_model(run.model))
 
 
-def estimate(run: Run, world: int) -> Memory:
-    """What one of ``world`` ranks needs."""
+def estimate(run: Run, world: int) -> tuple[Footprint, float]:
+    """What one of ``world`` ranks needs, and activations beside it."""
+    setting = setting_of(run, world)
+    layout = run.megatron
+    cut = (layout.tensor_parallel, layout.pipeline_parallel) if run.engine == "megatron" else ()
+    return footprint(setting, of_model(run.model, *cut)), activations(run) / run.model_parallel
+
+
+def setting_of(run: Run, world: int) -> Setting:
+    """A run's settings, as far as memory is concerned."""
+    common: dict[str, Any] = {
+        "engine": run.engine,
+        "data_parallel": world // run.model_parallel,
+        "precision": run.training.precision,
+        "states": states_of(run.optimizer.name, run.optimizer.options),
+    }
     if run.engine == "megatron":
-        weights_over = gradients_over = 1
-        states_over = world // run.model_parallel if run.megatron.distributed_optimizer else 1
-    else:
-        stage = zero_stage(run)
-        weights_over, gradients_over, states_over = (world if stage >= least else 1 for least in (3, 2, 1))
-    here = parameter_count(run) / run.model_parallel
-    half = run.training.precision != "fp32"
-    return Memory(
-        weights=here * (2 if half else 4) / weights_over,
-        gradients=here * 4 / gradients_over,
-        master=here * 4 / states_over if half else 0.0,
-        states=here * 4 * STATES.get(run.optimizer.name, 2) / states_over,
-        activations=_activations(run, half) / run.model_parallel,
-    )
+        return Setting(**common, distributed_optimizer=run.megatron.distributed_optimizer)
+    config = _read(run.deepspeed.config)
+    zero = config.get("zero_optimization") or {}
+    contiguous = zero.get("contiguous_gradients", True)
+    named = {
+        "bucket": zero.get("reduce_bucket_size") if contiguous else 0,
+        "overlap": zero.get("overlap_comm"),
+        "persistent": zero.get("stage3_param_persistence_threshold", zero.get("param_persistence_threshold")),
+        "sub_group": zero.get("sub_group_size"),
+        "accumulate_in": (config.get("data_types") or {}).get("grad_accum_dtype"),
+    }
+    chosen = {key: _number(value) for key, value in named.items() if value is not None and value != "auto"}
+    return Setting(**common, stage=int(zero.get("stage", 0)), **chosen)
+
+
+def offloads(run: Run) -> bool:
+    """Whether the run's DeepSpeed JSON moves states or parameters to the host, which is not estimated."""
+    zero = _read(run.deepspeed.config).get("zero_optimization") or {} if run.engine == "deepspeed" else {}
+    kinds = (zero.get("offload_optimizer") or {}, zero.get("offload_param") or {})
+    return any(kind.get("device", "none") != "none" for kind in kinds)
+
+
+def states_of(optimizer: str, options: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes an element by state, where ``grad_ema_dtype`` and ``exp_avg_dtype`` may have made some smaller."""
+    states = dict(STATES.get(optimizer, STATES["adamw"]))
+    for name in ("exp_avg", "grad_ema"):
+        small = str(options.get(f"{name}_dtype", "float32")).removeprefix("torch.") == "bfloat16"
+        if name in states and small and optimizer in ("alto", "lamb"):
+            states[name] = 2
+    if optimizer == "alto" and options.get("alpha", -5) == 0:
+        states.pop("grad_ema")
+    return states
+
+
+def activations(run: Run) -> float:
+    """What a micro-batch leaves behind for the backward pass, attention's matrix not kept. Roughly."""
+    m, half = run.model, run.training.precision != "fp32"
+    tokens = run.training.micro_batch * m.sequence
+    wide = 1 if half else 2
+    in_layers = 34 * m.layers * m.hidden * wide
+    if run.training.recompute:  # every layer's input, and one layer in full
+        in_layers = (2 * m.layers + 34) * m.hidden * wide
+    logits = m.vocabulary * 2 * wide + m.vocabulary * 4  # and their float32 copy in the loss
+    return float(tokens * (in_layers + logits))
 
 
 def peak(device: torch.device) -> int:
@@ -67,21 +94,18 @@ def peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def zero_stage(run: Run) -> int:
-    """The ZeRO stage that the run's DeepSpeed JSON names."""
-    if not run.deepspeed.config:
-        return 0
+def _read(name: str) -> dict[str, Any]:
+    if not name:
+        return {}
     try:
-        zero = json.loads(Path(run.deepspeed.config).read_text()).get("zero_optimization", {})
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"the DeepSpeed JSON {run.deepspeed.config} cannot be read: {error}") from None
-    return int(zero.get("stage", 0))
+        config = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the DeepSpeed JSON {name} cannot be read: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
+        raise ValueError(f"the DeepSpeed JSON {name} should hold an object, and so should its zero_optimization")
+    return config
 
 
-def _activations(run: Run, half: bool) -> float:
-    """What a micro-batch leaves behind for the backward pass, without recomputation, attention's matrix not kept."""
-    m = run.model
-    tokens = run.training.micro_batch * m.sequence
-    in_layers = 34 * m.layers * m.hidden * (1 if half else 2)
-    logits = m.vocabulary * (2 if half else 4) + m.vocabulary * 4  # and their float32 copy in the loss
-    return float(tokens * (in_layers + logits))
+def _number(value: Any) -> Any:
+    """JSON's 5e8 is a float."""
+    return int(value) if isinstance(value, float) else value
