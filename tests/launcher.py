@@ -77,7 +77,7 @@ def environment(**more):
 
 
 @functools.cache
-def launch(module, world, directory, timeout=600):
+def launch(module, world, directory, timeout=1200):
     """Start the ranks once; returns {case: None or what went wrong}."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     command += ["-m", "tests.launcher", module, str(directory)]
