@@ -15,23 +15,51 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
-from ..pretrain import optimizers
+from ..pretrain import manifest, optimizers
 from ..pretrain.config import Run
+from ..pretrain.trust import only_data, refuse_code
+from ..pretrain.writing import describe, failing_late, replaced, wrote
 from . import universal
 
 _TAG, _UNIVERSAL, _ABOUT = "saved", "universal", "saved_by.json"
 
+#: What DeepSpeed pickles beside tensors and containers: classes that only hold values.
+_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+
 
 def save(engine: Any, run: Run, directory: Path) -> None:
-    """Write a checkpoint of DeepSpeed's, and beside it what it was written by. Called by all ranks."""
-    engine.save_checkpoint(str(directory), tag=_TAG)
-    if dist.get_rank() == 0:
-        # Last, and in one piece: a checkpoint without it was not finished.
-        part = directory / f"{_ABOUT}.part"
-        part.write_text(json.dumps(_about(engine, run), indent=2) + "\n")
-        os.replace(part, directory / _ABOUT)
-    dist.barrier()
+    """Write a checkpoint of DeepSpeed's, and beside it what it was written by. Called by all ranks.
+
+    Raises:
+        OSError: on the ranks that could not write, when all are through.
+    """
+    files = engine.checkpoint_engine
+    original = files.save
+
+    def save_and_tell(state_dict: Any, path: str) -> None:
+        original(state_dict, path)
+        wrote(path, describe(state_dict))
+
+    with (
+        replaced(files, "save", save_and_tell),
+        failing_late((files, "save"), (files, "makedirs"), (engine, "_copy_recovery_script")) as attempt,
+    ):
+        engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        if dist.get_rank() == 0:
+            attempt(lambda: _write_about(engine, run, directory))
+        dist.barrier()
+
+
+def _write_about(engine: Any, run: Run, directory: Path) -> None:
+    (directory / "latest").write_text(_TAG)  # for zero_to_fp32.py, which DeepSpeed puts there
+    # Last, and in one piece: a checkpoint without it was not finished.
+    part = directory / f"{_ABOUT}.part"
+    part.write_text(json.dumps(_about(engine, run), indent=2) + "\n")
+    os.replace(part, directory / _ABOUT)
 
 
 def load(engine: Any, run: Run, directory: Path) -> None:
@@ -44,15 +72,18 @@ def load(engine: Any, run: Run, directory: Path) -> None:
     """
     now = _about(engine, run)
     saved = on_rank_0(engine, lambda: _read(directory, now))
+    refuse_code(directory, (directory / _TAG).glob("*.pt"), _CLASSES)
     names = optimizers.arguments(run)
     own = [{key: group[key] for key in group if key in names} for group in engine.basic_optimizer.param_groups]
     tag = _TAG
     if saved["ranks"] != now["ranks"] and now["zero_stage"] > 0:
-        on_rank_0(engine, lambda: _convert(directory, run))
+        with only_data(_CLASSES):
+            on_rank_0(engine, lambda: _convert(directory, run))
         tag = _UNIVERSAL
     engine._config.load_universal_checkpoint = tag == _UNIVERSAL
     try:
-        loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
+        with only_data(_CLASSES):
+            loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
     finally:
         engine._config.load_universal_checkpoint = False
     if loaded is None:
@@ -115,9 +146,9 @@ def _read(directory: Path, now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert(directory: Path, run: Run) -> None:
-    """Write the universal form of a checkpoint beside it, unless it is there already from an earlier start."""
+    """Write the universal form of a checkpoint beside it, unless it is there from an earlier start, and whole."""
     target, name = directory / _UNIVERSAL, run.optimizer.name
-    if target.is_dir():
+    if target.is_dir() and _is_whole(target):
         return
     if name not in (*optimizers.ALTO_NAMES, "adam", "adamw"):
         raise ValueError(
@@ -129,8 +160,21 @@ def _convert(directory: Path, run: Run) -> None:
     convert = universal.convert if name in optimizers.ALTO_NAMES else _convert_adam
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         convert(directory / _TAG, part)
+    names = [str(path.relative_to(part)) for path in part.rglob("*") if path.is_file()]
+    files = {name: manifest.entry_of(part / name, 0, {}) for name in names}
+    manifest.write(part, manifest.Manifest(0, 1, manifest.versions(), files))
+    shutil.rmtree(target, ignore_errors=True)
     os.replace(part, target)
     (directory / "latest_universal").write_text(_UNIVERSAL)
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether a conversion is as it was written. What is not can be made again from the checkpoint."""
+    try:
+        listed = manifest.read(target)
+    except (ValueError, OSError):
+        return False
+    return not manifest.problems(target, listed, listed.files)
 
 
 def _convert_adam(source: Path, target: Path) -> None:

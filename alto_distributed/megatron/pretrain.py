@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,6 +23,7 @@ from ..pretrain.config import Run
 from ..pretrain.engine import Step
 from ..pretrain.model import initial_weights, seed_from
 from ..pretrain.optimizers import ALTO_NAMES, STATE_DTYPES, arguments
+from . import pretrain_checkpoint as checkpoint
 from .build import diagnostics
 from .config import AltoOptimizerConfig
 from .gpt2 import build_model, transformer_config
@@ -123,11 +124,11 @@ class MegatronEngine:
         metadata = self._metadata()
         state = self._described(metadata, is_loading=False)
         state["steps"] = self._steps
-        dist_checkpointing.save(state, str(directory), content_metadata=metadata)
+        checkpoint.save(state, directory, metadata)
 
     def load(self, directory: Path) -> None:
         metadata = self._metadata()
-        loaded = dist_checkpointing.load(self._described(metadata, is_loading=True), str(directory))
+        loaded = checkpoint.load(self._described(metadata, is_loading=True), directory)
         self._module().load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])
         self._steps = loaded["steps"]

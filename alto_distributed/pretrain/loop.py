@@ -24,6 +24,7 @@ from .memory import peak
 from .ranks import any_rank, find_out
 from .schedule import learning_rate
 from .throughput import utilisation
+from .together import on_first_rank
 
 
 def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
@@ -42,7 +43,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
     batches = Batches(run, engine)
     checkpoints = Checkpoints(directory / "checkpoints", run)
     step, last = 0, run.training.iterations
-    newest = checkpoints.newest()
+    newest = on_first_rank(checkpoints.newest)
     if newest is not None:
         checkpoints.load(engine, newest)
         step = newest.step
@@ -77,13 +78,24 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
                 _validate(engine, batches, log, step)
                 watch.restart()
             if step == last or (run.checkpoints.every and step % run.checkpoints.every == 0):
-                if saved != step:
-                    log.say(f"step {step}: saved {checkpoints.save(engine, step)}")
+                if saved != step and _save(checkpoints, engine, step, log, must=step == last):
                     saved = step
                 watch.restart()
         if step < run.training.iterations:
             log.say(f"step {step}: stopped as asked; the same command goes on from here")
     return step
+
+
+def _save(checkpoints: Checkpoints, engine: Engine, step: int, log: Log, must: bool) -> bool:
+    """Whether it could be written. If not, the run goes on to the next one, but does not end as if all were well."""
+    try:
+        log.say(f"step {step}: saved {checkpoints.save(engine, step)}")
+    except OSError as error:
+        if must:
+            raise
+        log.say(f"step {step}: NOT saved, going on without: {error}")
+        return False
+    return True
 
 
 class Batches:

@@ -1,0 +1,113 @@
+"""Nothing in a checkpoint may run as code.
+
+``torch.save`` writes pickles, and a pickle can name any function and have it called. Checksums do not help: whoever
+can write a file can write a manifest. So before a framework loads a file, torch's restricted unpickler reads it, which
+knows tensors, containers and the classes named here and calls nothing else; and while the framework loads it, its
+``torch.load(weights_only=False)`` is made to be ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .together import on_every_rank
+
+_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+@contextlib.contextmanager
+def only_data(classes: Sequence[type]) -> Iterator[None]:
+    """Every ``torch.load`` in here takes tensors, containers and these classes, and refuses the rest."""
+    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+    os.environ[_FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            yield
+    finally:
+        del os.environ[_FORCE]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def refuse_code(directory: Path, files: Iterable[Path], classes: Sequence[type]) -> None:
+    """Look into pickles before anyone loads them, each rank into some. Called by all ranks.
+
+    Args:
+        directory: the checkpoint, for the message.
+        files: of ``torch.save``, or plain pickles of ``torch.distributed.checkpoint`` (``.metadata``).
+        classes: what may be in them beside tensors and containers.
+
+    Raises:
+        ValueError: on all ranks, if one of them holds anything else.
+    """
+    share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    with only_data(classes):
+        found = on_every_rank(lambda: [problem for path in share for problem in _problems(path)])
+    problems = [problem for of_rank in found for problem in of_rank]
+    if problems:
+        raise ValueError(
+            f"{directory} was not loaded, for it holds more than data: {'; '.join(problems)}. A checkpoint of this "
+            "program never does: do not trust where it came from"
+        )
+
+
+def _problems(path: Path) -> Iterator[str]:
+    try:
+        if path.name == ".metadata":
+            _MetadataUnpickler(path).load()
+        else:
+            # On the meta device no tensor is read, only what says which tensors there are.
+            torch.load(path, map_location="meta", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        yield f"{path.name} ({_names(path) or str(error).strip().partition(chr(10))[0]})"
+
+
+def _names(path: Path) -> str:
+    """The functions and classes that it asks for."""
+    try:
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+    except Exception:  # it may not even be a file of torch.save
+        return ""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """The index that ``torch.distributed.checkpoint`` writes, which torch reads with plain pickle."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA.get(module, ()) or (module == "torch" and _is_dtype(name)):
+            found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+#: What may be called while an index is read: classes that hold values, and a function that looks one up.
+_METADATA = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("PosixPath",),
+    "collections": ("OrderedDict",),
+}
