@@ -1,13 +1,14 @@
 """Settings of the training program, what they come to, and the launch scripts' dry runs."""
 
 import itertools
+import json
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from alto_distributed.pretrain import config
+from alto_distributed.pretrain import config, logs
 from alto_distributed.pretrain.commands import plan
 from alto_distributed.pretrain.loop import _asked_to_stop
 from alto_distributed.pretrain.schedule import learning_rate
@@ -86,6 +87,42 @@ def test_a_signal_is_noted_and_handlers_are_put_back(number):
             signal.raise_signal(number)  # torchrun's copy of what a scheduler sent to all
         assert set(asked) == {number}
     assert signal.getsignal(number) is before
+
+
+# -- logs --------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_log_has_every_step_once(tmp_path):
+    with logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True) as log:
+        for step in range(1, 6):
+            log.record(step, {"loss": float(step), "other": step})
+    with logs.Log(tmp_path, 3, 9, tensorboard=False, speaks=True) as log:
+        log.record(4, {"loss": 44.0})
+    assert [(r["step"], r["loss"]) for r in logs.read(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 44.0)]
+    assert [line.split(",")[:2] for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]] == [
+        ["1", "1.0"],
+        ["2", "2.0"],
+        ["3", "3.0"],
+        ["4", "44.0"],
+    ]
+
+
+def test_a_run_that_ends_while_it_rewrites_its_log_loses_nothing(tmp_path, monkeypatch):
+    """The log was emptied first and filled again: a kill in between lost all of it, though no checkpoint."""
+    with logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True) as log:
+        for step in range(1, 6):
+            log.record(step, {"loss": float(step)})
+    dumps, calls = json.dumps, itertools.count()
+
+    def ended(*args, **kwargs):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return dumps(*args, **kwargs)
+
+    monkeypatch.setattr(json, "dumps", ended)
+    with pytest.raises(KeyboardInterrupt):
+        logs.Log(tmp_path, 4, 9, tensorboard=False, speaks=True)
+    assert [record["step"] for record in logs.read(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 # -- launch scripts ----------------------------------------------------------------------------------------

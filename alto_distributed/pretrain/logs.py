@@ -39,13 +39,16 @@ class Log:
 
         directory.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read(directory) if record["step"] <= start] if start else []
-        self._records = (directory / RECORDS).open("w")
+        # Written beside and renamed: a run that is killed here must not lose the records it had.
+        beside = directory / f".{RECORDS}"
+        beside.write_text("".join(_line(record) for record in kept))
+        beside.replace(directory / RECORDS)
+        self._records = (directory / RECORDS).open("a")
         self._table = (directory / "metrics.csv").open("w", newline="")
         self._rows = csv.DictWriter(self._table, COLUMNS, extrasaction="ignore")
         self._rows.writeheader()
+        self._rows.writerows(kept)
         self._events: Any = None
-        for record in kept:
-            self._write(record)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -85,10 +88,14 @@ class Log:
             sys.stdout.flush()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._records.write(json.dumps(record) + "\n")
+        self._records.write(_line(record))
         self._records.flush()
         self._rows.writerow(record)
         self._table.flush()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record) + "\n"
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
