@@ -6,6 +6,7 @@ killed or continued elsewhere must not show.
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -129,6 +130,11 @@ def test_both_engines_train_the_same_model_step_by_step(whole):
         assert len(validated) == 3
         assert validated[0] == pytest.approx(6.93, abs=0.05)
         assert validated[-1] < GOAL
+        tested = [(record["step"], record["test_loss"]) for record in seen if "test_loss" in record]
+        assert [step for step, _ in tested] == [STEPS]  # once, at the end
+        assert tested[0][1] == pytest.approx(validated[-1], abs=0.5)
+        assert tested[0][1] != validated[-1]  # other text
+        assert f"{math.exp(tested[0][1]):.4g}" in said[engine]
         ratios = [record for record in seen if "trust_ratio_median" in record]
         assert [record["step"] for record in ratios] == [12, 24]
         assert all(0 < r["trust_ratio_min"] < r["trust_ratio_median"] < r["trust_ratio_max"] for r in ratios)
@@ -194,8 +200,9 @@ def test_asked_to_end_it_saves_first_and_keeps_so_many(data, tmp_path):
     """SIGTERM to every process, as a scheduler sends it; in bf16, with TensorBoard."""
     into = tmp_path / "run"
     more = ["training.precision=bf16", "training.iterations=100000", "schedule.warmup=0", "logs.tensorboard=true"]
-    more += ["checkpoints.every=2", "checkpoints.keep=3", "evaluation.every=0"]
+    more += ["checkpoints.every=2", "checkpoints.keep=3", "evaluation.every=0", "model.sequence=512"]
     output = start_and_signal([*torchrun(1), *arguments("deepspeed", data, into, *more)], into, signal.SIGTERM, 6)
+    assert "there will be no test at the end: model.sequence=512 needs 513 tokens" in output  # and it goes on
     last = records(into)[-1]["step"]
     assert f"step {last}: stopped as asked; the same command goes on from here" in output, output[-3000:]
     kept = checkpoints(into)

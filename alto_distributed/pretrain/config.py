@@ -89,7 +89,7 @@ class Evaluation:
     every: int = 100
     """Steps between validations; there is one at the start and one at the end as well. 0 for those two only."""
     samples: int = 256
-    """Samples of the validation split, the same each time; 0 for all of it."""
+    """Samples of the validation split, the same each time, and of the test split at the end; 0 for all."""
 
 
 @dataclass(frozen=True)

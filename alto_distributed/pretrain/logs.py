@@ -15,7 +15,10 @@ from types import TracebackType
 from typing import Any
 
 #: Columns of metrics.csv; metrics.jsonl has whatever is measured besides.
-COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "valid_loss", "valid_perplexity")
+COLUMNS = (
+    *("step", "loss", "lr", "grad_norm", "tokens_per_second"),
+    *("valid_loss", "valid_perplexity", "test_loss", "test_perplexity"),
+)
 
 RECORDS = "metrics.jsonl"
 

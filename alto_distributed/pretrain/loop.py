@@ -52,6 +52,8 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
     speaks = dist.get_rank() == 0
     with _asked_to_stop() as asked, Log(directory, step, run.training.iterations, run.logs.tensorboard, speaks) as log:
         log.say(f"step {step}: {'resumed from ' + str(newest.path) if newest else 'new run'} in {directory}")
+        if batches.no_test:
+            log.say(f"there will be no test at the end: {batches.no_test}")
         if newest is None:
             _validate(engine, batches, log, 0)
         saved = step if newest else None
@@ -74,8 +76,9 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
                 _trust_ratios(engine.diagnostics(), log, step)
             if stop:
                 last = step
-            if step == run.training.iterations or (run.evaluation.every and step % run.evaluation.every == 0):
-                _validate(engine, batches, log, step)
+            at_the_end = step == run.training.iterations
+            if at_the_end or (run.evaluation.every and step % run.evaluation.every == 0):
+                _validate(engine, batches, log, step, at_the_end)
                 watch.restart()
             if step == last or (run.checkpoints.every and step % run.checkpoints.every == 0):
                 if saved != step and _save(checkpoints, engine, step, log, must=step == last):
@@ -102,26 +105,44 @@ class Batches:
     """This rank's part of the data."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
-        model, self._training, self._evaluation = run.model, run.training, run.evaluation
+        self._run = run
         self._rank = engine.data_parallel_rank, engine.data_parallel_size
         run.accumulation(engine.data_parallel_size)  # refuses what does not divide, before anything is read
-        self._train, self._valid = (
-            Samples(run.data.directory, split, model.sequence, model.vocabulary, run.training.seed)
-            for split in ("train", "valid")
-        )
+        self._splits = {split: self._samples(split) for split in ("train", "valid")}
+        self.no_test = ""
+        """Why there will be no test at the end; a run goes without one rather than not at all."""
+        try:
+            self._splits["test"] = self._samples("test")
+            self.held_out("test")
+        except ValueError as error:
+            self.no_test = str(error)
+        if any_rank(bool(self.no_test), engine.device):  # evaluating is done by all ranks or by none
+            self.no_test = self.no_test or "another rank cannot read its part of the test split"
+
+    def _samples(self, split: str) -> Samples:
+        model = self._run.model
+        return Samples(self._run.data.directory, split, model.sequence, model.vocabulary, self._run.training.seed)
 
     def of_step(self, step: int) -> list[torch.Tensor]:
-        return self._train.batch(step, self._training.global_batch, self._training.micro_batch, *self._rank)
+        training = self._run.training
+        return self._splits["train"].batch(step, training.global_batch, training.micro_batch, *self._rank)
 
-    def of_validation(self) -> list[torch.Tensor]:
-        return self._valid.validation(self._evaluation.samples, self._training.micro_batch, *self._rank)
+    def held_out(self, split: str) -> list[torch.Tensor]:
+        """What is evaluated of "valid" or "test"."""
+        return self._splits[split].validation(self._run.evaluation.samples, self._run.training.micro_batch, *self._rank)
 
 
-def _validate(engine: Engine, batches: Batches, log: Log, step: int) -> None:
-    loss = engine.evaluate(batches.of_validation())
-    perplexity = math.exp(min(loss, 50.0))
-    log.record(step, {"valid_loss": loss, "valid_perplexity": perplexity})
-    log.say(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.2f}")
+def _validate(engine: Engine, batches: Batches, log: Log, step: int, at_the_end: bool = False) -> None:
+    splits = {"valid": "validation"}
+    if at_the_end and not batches.no_test:
+        splits["test"] = "test"
+    values: dict[str, float] = {}
+    for split, called in splits.items():
+        loss = engine.evaluate(batches.held_out(split))
+        perplexity = math.exp(min(loss, 50.0))
+        values.update({f"{split}_loss": loss, f"{split}_perplexity": perplexity})
+        log.say(f"step {step}: {called} loss {loss:.4f}, perplexity {perplexity:.2f}")
+    log.record(step, values)
 
 
 def _trust_ratios(readings: Mapping[str, Reading], log: Log, step: int) -> None:

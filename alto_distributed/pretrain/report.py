@@ -30,6 +30,8 @@ def summary(directory: Path) -> dict[str, Any]:
         "first valid loss": validated[0]["valid_loss"] if validated else math.nan,
         "valid loss": validated[-1]["valid_loss"] if validated else math.nan,
         "valid perplexity": validated[-1]["valid_perplexity"] if validated else math.nan,
+        # Measured once, when the run is through; there is none if no documents were set aside for it.
+        "test perplexity": validated[-1].get("test_perplexity", math.nan) if validated else math.nan,
         "tokens/s": speeds[len(speeds) // 2] if speeds else math.nan,
     }
 
@@ -79,6 +81,8 @@ def write(directories: Sequence[Path], into: Path) -> tuple[str, Path]:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, float) and math.isnan(value):
+        return "-"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return str(value)
