@@ -1,5 +1,6 @@
 """A NaN in one rank's shard: all ranks skip the step, and nothing has changed on any of them."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,16 +56,13 @@ def check(make, ways=("read by the host", "on the device")):
     last = dist.get_world_size() - 1
     bad = {1: (last, 1), 4: (0, 0), 7: (last, 0)}
     for way in ways:
-        readable = SkippedSteps.is_readable
-        if way == "on the device":  # as accelerators do it; here the device is the CPU
-            SkippedSteps.is_readable = staticmethod(lambda flag: False)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "on the device":  # as accelerators do it; here the device is the CPU
+                patch.setattr(SkippedSteps, "is_readable", staticmethod(lambda flag: False))
             model, optimizer = make(True)
             train(model, optimizer, bad)
             never, plain = make(False)
             train(never, plain, dict.fromkeys(bad))
-        finally:
-            SkippedSteps.is_readable = readable
         assert optimizer.skipped_steps == len(bad)
         for p, q in zip(model.parameters(), never.parameters(), strict=True):
             assert torch.equal(full(p), full(q)), way

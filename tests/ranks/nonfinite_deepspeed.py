@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from alto_distributed.deepspeed.layout import LayoutBuilder
+
 from ..launcher import EXHAUSTIVE, worlds
 from .zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
 
@@ -67,11 +69,15 @@ def nan_in(engine, name, rank):
 
 
 def everything(engine):
-    """Bytes of all that this rank holds: model, master weights, states, and step counts also of groups."""
-    optimizer = engine.basic_optimizer
+    """Bytes of all that this rank holds: model, master weights, states, and step counts also of groups. Not of padding,
+    which at stage 3 is whatever the memory held."""
+    optimizer, layouts = engine.basic_optimizer, LayoutBuilder(engine).build()
     tensors = list(weights(engine).values())
     for flat, state in optimizer.state.items():
-        tensors += [flat, *(torch.as_tensor(value) for _, value in sorted(state.items()))]
+        tensors.append(torch.as_tensor(state["step"]))
+        for segment in layouts[flat].segments:
+            here = slice(segment.start, segment.start + segment.length)
+            tensors += [t.detach().view(-1)[here] for t in (flat, *(state[key] for key in optimizer.state_keys))]
     steps = [torch.tensor(group.get("step", -1)) for group in optimizer.param_groups]
     return [t.detach().clone().reshape(-1).view(torch.uint8) for t in [*tensors, *steps]]
 
