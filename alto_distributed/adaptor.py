@@ -52,6 +52,8 @@ class E(Optimizer):
             raise ValueError("the optimizer is adapted already: E of E has no meaning in the paper")
         if isinstance(base_optimizer, ALTO) and any(group["alpha"] != 0 for group in base_optimizer.param_groups):
             raise ValueError("ALTO with alpha != 0 is E of LAMB already; use it alone, or give E an ALTO with alpha=0")
+        if isinstance(base_optimizer, ALTO) and base_optimizer.skip_nonfinite:
+            raise ValueError("E's average would take in what ALTO skips; leave out skip_nonfinite")
         self.base = base_optimizer
         beta1 = check_beta("beta1", beta1)
         self._own_defaults = {ALPHA: check_alpha(alpha, beta1), BETA1: beta1}

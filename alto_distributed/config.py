@@ -79,6 +79,11 @@ class Hyperparameters:
         """The same as a plain dict, the form that parameter groups and checkpoints hold."""
         return {name: getattr(self, name) for name in HYPERPARAMETER_NAMES}
 
+    def in_words(self, whose: str) -> dict[str, str]:
+        """For comparison with another rank's. A tensor is not read: it may be on a device."""
+        values = self.as_group().items()
+        return {f"{name} {whose}": "a tensor" if isinstance(v, torch.Tensor) else repr(v) for name, v in values}
+
 
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Hyperparameters))
 

@@ -1,8 +1,8 @@
 """ALTO: one ``step()`` for every engine.
 
-A step has four parts, told in :meth:`ALTO.step`: collect the tensors (refusing what cannot be handled
-before anything changes), phase one over all of them, the norms of the whole logical parameters with one
-collective per process group, phase two over all of them.
+A step has four parts, told in :meth:`ALTO.step`: collect the tensors (refusing what cannot be handled, and
+skipping what is not to be done, before anything changes), phase one over all of them, the norms of the whole
+logical parameters with one collective per process group, phase two over all of them.
 
 Provenance: "Exploring Landscapes for Better Minima along Valleys" (NeurIPS 2025), Algorithm "ALTO";
 official code ``e-optimizer-adaptor`` 0.1.0, against which the tests compare. Differences by intent: one
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -24,21 +24,25 @@ from .checkpoint import check_saved_by_alto, load_exactly
 from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_betas, refuse_near_misses, refuse_unknown
 from .diagnostics import Diagnostics, Reading
 from .errors import UnsupportedTensor
+from .nonfinite import SkippedSteps
 from .registration import register_loaded
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import Entry, StepPlan
-from .update import Coefficients, Piece, check_kernel, kernel_for
+from .update import Coefficients, Kernel, Piece, check_kernel, kernel_for, kernel_unless
 from .update.reference import trust_ratio
 from .update.rounding import seed_of
 from .work import Work, checked_gradient
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds
 # only while it stays, also over a checkpoint.
 GRAD_EMA_BETA1 = "grad_ema_beta1"
 
 #: What the constructor takes besides hyperparameters: choices for all groups, which are not in checkpoints.
-OPTIONS = ("kernel", "diagnostics_every", "grad_ema_dtype", "exp_avg_dtype")
+OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype")
 
 
 class ALTO(Optimizer):
@@ -62,6 +66,9 @@ class ALTO(Optimizer):
             the definition. All give the same result.
         diagnostics_every: measure every parameter's ratio and norms each so many steps, for
             :meth:`diagnostics`; 0 for never.
+        skip_nonfinite: skip a step if a gradient on any rank has an infinity or a NaN: all ranks together, with
+            weights, states and step count bitwise what they were. Costs a pass over the gradients and one all-reduce
+            of four bytes over all ranks of the job, which must all call ``step()``; see :attr:`skipped_steps`.
         grad_ema_dtype: "bfloat16" keeps this state in 2 bytes a parameter instead of 4, with stochastic rounding.
         exp_avg_dtype: the same for the first moment.
 
@@ -85,6 +92,7 @@ class ALTO(Optimizer):
         bias_correction: bool = True,
         kernel: str = "auto",
         diagnostics_every: int = 0,
+        skip_nonfinite: bool = False,
         grad_ema_dtype: str | torch.dtype = "float32",
         exp_avg_dtype: str | torch.dtype = "float32",
         **unknown: Any,
@@ -93,6 +101,7 @@ class ALTO(Optimizer):
         hyper = Hyperparameters(lr, cast(Any, betas), alpha, cast(Any, eps), weight_decay, layerwise, bias_correction)
         self._kernel = check_kernel(kernel)
         self._diagnostics = Diagnostics(diagnostics_every)
+        self._skipped = SkippedSteps(skip_nonfinite)
         self._state_dtypes = {
             states.GRAD_EMA: states.check_dtype("grad_ema_dtype", grad_ema_dtype),
             states.EXP_AVG: states.check_dtype("exp_avg_dtype", exp_avg_dtype),
@@ -163,6 +172,7 @@ class ALTO(Optimizer):
         self._layouts = dict(layouts)
         self._joined = tuple(joined)
         self._plans: dict[tuple[tuple[int, ...], ...], StepPlan] = {}
+        self._agreed: set[tuple[str, ...]] = set()
         self._layouts_lost = False
 
     def _plan(self) -> StepPlan:
@@ -174,8 +184,31 @@ class ALTO(Optimizer):
             )
         key = tuple(tuple(map(id, group["params"])) for group in self.param_groups)
         if key not in self._plans:
-            self._plans[key] = StepPlan(self.param_groups, self._layouts, self._joined)
+            plan = StepPlan(self.param_groups, self._layouts, self._joined)
+            names = tuple(plan.norms.slots)
+            # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
+            if names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups):
+                plan.require_agreement({**self.description(), **self.description_of_groups()})
+                self._agreed.add(names)
+            self._plans[key] = plan
         return self._plans[key]
+
+    def description(self) -> dict[str, str]:
+        """What must be the same on all ranks that train a model together, in words."""
+        from . import __version__
+
+        said = {"the version of alto_distributed": __version__, "the version of torch": str(torch.__version__)}
+        said.update(kernel=self._kernel, diagnostics_every=str(self._diagnostics.every))
+        said.update(skip_nonfinite=str(self._skipped.on))
+        said.update({f"{key}_dtype": str(dtype or "float32") for key, dtype in self._state_dtypes.items()})
+        return {**said, **Hyperparameters.from_group(self.defaults).in_words("by default")}
+
+    def description_of_groups(self) -> dict[str, str]:
+        """The same for ranks that have the same part of it."""
+        said = {"the number of parameter groups": str(len(self.param_groups))}
+        for g, group in enumerate(self.param_groups):
+            said.update(Hyperparameters.from_group(group).in_words(f"of parameter group {g}"))
+        return said
 
     def _ratio_for(self, group: Mapping[str, Any], hyper: Hyperparameters) -> str:
         """Which segments of a group get the layer-wise ratio: "every", "matrices" or "no" segment."""
@@ -212,7 +245,18 @@ class ALTO(Optimizer):
 
         plan = self._plan()
         hypers = [self._checked(group) for group in self.param_groups]
-        work = self._collect(plan, hypers)
+        self._skipped.settle()
+        ready = self._ready(plan)
+        skip = None
+        if self._skipped.on:
+            skip = self._skipped.flag(real for entry, *_, grad in ready for real in entry.real_elements(grad))
+            if self._skipped.is_readable(skip):
+                if self._skipped.count(skip):
+                    return loss
+                skip = None
+        work = self._collect(ready, hypers)
+        if skip is not None:
+            self._skipped.count_later(skip, work.counters)
         measured = work.over_every_parameter() if self._diagnostics.due(work.k or self._step_of_groups()) else None
         if measured is not None:
             self._diagnostics.before(measured, plan.norms)
@@ -220,17 +264,21 @@ class ALTO(Optimizer):
         partial: dict[torch.device, torch.Tensor] = {}
         for device, pieces in work.pieces.items():
             partial[device] = plan.norms.zeros(device)
-            kernel_for(self._kernel, device).phase_one(pieces, partial[device])
+            self._kernel_on(device, skip).phase_one(pieces, partial[device])
 
         ratios, step_sizes = self._ratios(plan, hypers, partial)
         if measured is not None:
             self._diagnostics.after(measured, plan.norms, plan.labels, ratios)
 
         for device, pieces in work.pieces.items():
-            kernel_for(self._kernel, device).phase_two(pieces, step_sizes.to(device))
+            self._kernel_on(device, skip).phase_two(pieces, step_sizes.to(device))
         for target, flat in work.staged:
             target.copy_(flat.view(target.shape))
         return loss
+
+    def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
+        kernel = kernel_for(self._kernel, device)
+        return kernel if skip is None else kernel_unless(kernel, skip.to(device))
 
     def _step_of_groups(self) -> int:
         """The number of this step on a rank that only joins, where the engine counts in the groups; else 0."""
@@ -249,8 +297,8 @@ class ALTO(Optimizer):
             )
         return Hyperparameters.from_group(group)
 
-    def _collect(self, plan: StepPlan, hypers: Sequence[Hyperparameters]) -> Work:
-        """The flat pieces to work on. Every gradient is checked before the first state is touched."""
+    def _ready(self, plan: StepPlan) -> list[tuple[Entry, int, int, torch.Tensor]]:
+        """What has a gradient: entry, place in the groups, and this rank's gradient. All of it is checked here."""
         ready: list[tuple[Entry, int, int, torch.Tensor]] = []
         for g, entries in enumerate(plan.groups):
             for i, entry in enumerate(entries):
@@ -259,13 +307,19 @@ class ALTO(Optimizer):
                     self._refuse_small_states(entry.tensor)
         for device in {grad.device for *_, grad in ready}:
             kernel_for(self._kernel, device)  # refuses a device that the kernel cannot serve
+        return ready
 
+    def _collect(
+        self, ready: Sequence[tuple[Entry, int, int, torch.Tensor]], hypers: Sequence[Hyperparameters]
+    ) -> Work:
+        """The flat pieces to work on, counted as one more step."""
         work = Work()
         coefficients: dict[tuple[int, int], Coefficients] = {}
         for entry, g, i, grad in ready:
             param, group, hyper = entry.tensor, self.param_groups[g], hypers[g]
             state = self._state_of(param, group, hyper)
             state[states.STEP] += 1
+            work.counters.append(state[states.STEP])
             k = int(state[states.STEP])
             if (g, k) not in coefficients:
                 coefficients[g, k] = Coefficients.at_step(hyper, k)
@@ -315,6 +369,31 @@ class ALTO(Optimizer):
             step_sizes[index] = ratio * hyper.lr
         return ratios, step_sizes
 
+    # -- skipped steps ------------------------------------------------------------------------------
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether this optimizer looks at gradients itself."""
+        return self._skipped.on
+
+    def agree_over(self, group: ProcessGroup) -> None:
+        """The ranks that must skip a step together, if they are not all ranks of the job. Each must call ``step()``."""
+        self._skipped.group = group
+
+    def leave_nonfinite_to_engine(self) -> None:
+        """Engines that look at gradients themselves, or step groups one by one, turn ``skip_nonfinite`` off here."""
+        self._skipped.on = False
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped under ``skip_nonfinite`` since this optimizer was built. Waits for the last step."""
+        return self._skipped.total
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Those since the last step that was not. Waits for the last step."""
+        return self._skipped.in_a_row
+
     # -- diagnostics --------------------------------------------------------------------------------
 
     def diagnostics(self) -> dict[str, Reading]:
@@ -359,6 +438,11 @@ class ALTO(Optimizer):
         """Zeros for one of the ``state_keys`` of a parameter, in the precision chosen for it."""
         return states.new_state(param, self._state_dtypes.get(key))
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``. A step that may have been skipped is waited for, so that the count is right."""
+        self._skipped.settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, all of it or nothing.
 
@@ -366,18 +450,21 @@ class ALTO(Optimizer):
         Hyperparameters come from the checkpoint, as in ``torch.optim``; the precision of states does not: one
         that was saved in another is converted, to float32 exactly, to bfloat16 by rounding to nearest.
         """
+        self._skipped.settle()
         load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
         check_saved_by_alto(state_dict, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._skipped.settle()
         lost = self._layouts_lost or bool(self._layouts) or bool(self._joined)
         return {
             **super().__getstate__(),
             "_kernel": self._kernel,
             "_state_dtypes": self._state_dtypes,
             "_diagnostics": self._diagnostics.fresh(),
+            "_skipped": self._skipped.fresh(),
             "_layouts_lost": lost,
         }
 
@@ -385,7 +472,8 @@ class ALTO(Optimizer):
         # Called by unpickling and copying with all of __getstate__, and by load_state_dict with the
         # states and groups alone.
         if "_layouts" not in self.__dict__:
-            self._state_dtypes = {}  # of an ALTO that was pickled before there was a choice
+            # Of an ALTO that was pickled before there was a choice.
+            self._state_dtypes, self._skipped = {}, SkippedSteps(False)
             self._model_copies = states.ModelCopies({}, [])
             self._use_layouts({}, ())
         super().__setstate__(state)

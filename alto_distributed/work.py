@@ -20,6 +20,8 @@ class Work:
     entries: dict[torch.device, list[Entry]] = field(default_factory=dict)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Parameters that have no flat view, each with the flat copy that is worked on instead."""
+    counters: list[torch.Tensor] = field(default_factory=list)
+    """The step counts of all parameters in it, which include this step."""
     k: int = 0
     """The number of this step; 0 where there is nothing to do."""
 

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from alto_distributed import ALTO
 from alto_distributed.sharding import LogicalParameter, Segment, ShardLayout
+from alto_distributed.sharding.plan import StepPlan
 
 WORLDS = (8, 64, 512, 1024)
 TRIES = 5
@@ -127,7 +128,7 @@ def simulate(engine: str, shapes: Shapes, ranks: int, rank: int, tensor: int = 1
         remaining, plans = iter(list(optimizer.param_groups)), []
         for call in calls:
             optimizer.param_groups = [next(remaining) for _ in call]
-            plan = optimizer._plan()
+            plan = StepPlan(optimizer.param_groups, layouts, joined)
             for entry in (entry for entries in plan.groups for entry in entries):
                 entry.spans("every")
             plans.append((plan, optimizer.param_groups))

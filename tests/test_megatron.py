@@ -11,6 +11,8 @@ MODULES = ",".join(
         "megatron",
         "megatron_parallel",
         "megatron_precision",
+        "nonfinite_megatron",
+        "agreement_megatron",
         "megatron_checkpoints",
         "engines",  # the last: DeepSpeed comes in here
     )

@@ -4,7 +4,8 @@ import pytest
 
 from .launcher import check, every_case, launch
 
-SHARDED, CHECKPOINTS, PROPERTY = "tests.ranks.sharded", "tests.ranks.checkpoints", "tests.ranks.property"
+SHARDED = "tests.ranks.sharded,tests.ranks.nonfinite,tests.ranks.agreement"
+CHECKPOINTS, PROPERTY, SOAK = "tests.ranks.checkpoints", "tests.ranks.property", "tests.ranks.soak"
 
 
 @pytest.mark.parametrize(("world", "case"), every_case(SHARDED, 2, 4))
@@ -22,3 +23,9 @@ def test_checkpoints(world, case, directory):
 @pytest.mark.parametrize(("world", "case"), every_case(PROPERTY, 8))
 def test_any_cut(world, case, directory):
     check(PROPERTY, world, case, directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "case"), every_case(SOAK, 4))
+def test_soak(world, case, directory):
+    check(SOAK, world, case, directory)

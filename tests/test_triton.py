@@ -32,7 +32,7 @@ CHECKS = [
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_") and node.name != "check_step"
 ]
 CUDA = ("sm_80", "sm_90", "sm_100")
-BUILDS = [*((target, "float32") for target in (*CUDA, "gfx942")), ("sm_90", "bfloat16")]
+BUILDS = [*((target, "float32") for target in (*CUDA, "gfx942")), ("sm_90", "bfloat16"), ("sm_90", "guarded")]
 
 
 def run(module, directory, *arguments, **environment):

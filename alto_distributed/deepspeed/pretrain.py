@@ -21,6 +21,7 @@ from ..pretrain import optimizers
 from ..pretrain.config import Run
 from ..pretrain.engine import Step
 from ..pretrain.model import build_model, inputs_of, next_token_loss, seed_dropout
+from ..pretrain.together import same_settings
 from . import pretrain_checkpoint
 from .pretrain_config import deepspeed_config
 from .register import _not_stepping, register
@@ -39,6 +40,7 @@ def build(run: Run) -> PretrainEngine:
         if missing:
             raise ValueError(f"{', '.join(missing)} not set: start the run with torchrun, deepspeed or mpirun")
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    same_settings(run)
     return PretrainEngine(run)
 
 

@@ -17,10 +17,13 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from .. import state as states
 from ..optimizer import ALTO
+from ..sharding.agreement import require_agreement
+from ..sharding.collective import everyone
 from . import checkpoint
-from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters
+from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters, whole_shape
 from .layout import LayoutBuilder
 from .monitor import monitor_events
+from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
 from .versions import check_version
 from .wrap import wrap_method
@@ -106,6 +109,7 @@ def _attach(engine: Any) -> None:
     """
     optimizer = engine.basic_optimizer
     if isinstance(optimizer, ALTO):
+        _require_agreement(engine, optimizer)
         optimizer.set_layouts(LayoutBuilder(engine).build())
         sub_groups = getattr(engine.optimizer, "sub_group_to_group_id", None)
         if sub_groups is None:
@@ -116,7 +120,21 @@ def _attach(engine: Any) -> None:
                 group["params"] = [flat]
                 optimizer.initialize_state()
                 group["params"] = []
+        if optimizer.skip_nonfinite:
+            skip_nonfinite(engine)
         optimizer.register_step_post_hook(_count_group_steps)
+
+
+def _require_agreement(engine: Any, optimizer: ALTO) -> None:
+    """All ranks run one program with one config; those of a data-parallel group have the same part of the model."""
+    world = everyone()
+    if world is not None:
+        own = {
+            f"parameter {place}": f"{name!r} of shape {whole_shape(param)}"
+            for place, (param, name) in enumerate(engine.param_names.items())
+        }
+        part = min(torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group))
+        require_agreement(world, optimizer.description(), {**optimizer.description_of_groups(), **own}, part)
 
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

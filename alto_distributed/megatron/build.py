@@ -12,16 +12,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import __version__ as megatron_version
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+from .. import __version__
 from .. import state as states
 from ..config import Hyperparameters
 from ..diagnostics import Reading
 from ..optimizer import ALTO, GRAD_EMA_BETA1
+from ..sharding.agreement import require_agreement
+from ..sharding.collective import everyone
 from . import config as configs
 from .distributed import AltoDistributedOptimizer
 from .layout import LayoutBuilder
+from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
 from .replicated import AltoFloat16Optimizer, AltoFP32Optimizer
 
@@ -31,6 +37,9 @@ WRAPPERS: dict[type, type] = {
     Float16OptimizerWithFloat16Params: AltoFloat16Optimizer,
     DistributedOptimizer: AltoDistributedOptimizer,
 }
+
+#: Of the config, besides hyperparameters: what must be the same on all ranks.
+_OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite")
 
 
 def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
@@ -54,10 +63,34 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
                 f"{', '.join(known.__name__ for known in WRAPPERS)}: turn off the feature that brings this one in"
             )
     layouts = LayoutBuilder(model_chunks, bound.arguments.get("pg_collection"))
+    if bound.arguments.get("pg_collection") is None:  # else this model's ranks need not be all of the job's
+        _require_agreement(config, hyper, layouts)
     for wrapper in wrappers:
         if wrapper.optimizer is not None:  # all is frozen: a stub that only takes part in Megatron's own norms
             _exchange(wrapper, hyper, layouts)
+        if configs.of(config, "skip_nonfinite"):
+            skip_nonfinite(wrapper)
     return built
+
+
+def _require_agreement(config: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> None:
+    """All ranks have one config; those of a data-parallel group have the same part of the model."""
+    world = everyone()
+    if world is None:
+        return
+    common = {
+        "the version of alto_distributed": __version__,
+        "the version of torch": str(torch.__version__),
+        "the version of megatron-core": megatron_version,
+        **hyper.in_words("in the config"),
+        **{f"alto_{option}": repr(configs.of(config, option)) for option in _OPTIONS},
+    }
+    own = {
+        f"parameter {place}": f"{name!r} of shape {tuple(param.shape)}"
+        for place, (param, name) in enumerate(layouts.names.items())
+    }
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    require_agreement(world, common, own, min(torch.distributed.get_process_group_ranks(replicas)))
 
 
 def altos(optimizer: Any) -> Iterator[ALTO]:

@@ -55,6 +55,11 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"type": int, "metavar": "STEPS"},
         "measure norms and ratios every so many steps; 0 is never",
     ),
+    "--alto-skip-nonfinite": (
+        "alto_skip_nonfinite",
+        {"action": "store_true"},
+        "skip a step, on all ranks, if any gradient is not finite (fp16 always does)",
+    ),
     "--alto-adopt": (
         "alto_adopt",
         {"action": "store_true"},

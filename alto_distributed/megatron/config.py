@@ -49,6 +49,9 @@ class AltoOptimizerConfig(OptimizerConfig):
     alto_diagnostics_every: int = 0
     """See :class:`alto_distributed.ALTO`."""
 
+    alto_skip_nonfinite: bool = False
+    """Skip a step, on all ranks, if any gradient is not finite. With a loss scaler (fp16) Megatron does that itself."""
+
     alto_adopt: bool = False
     """The checkpoint to load is one of Adam's: keep weights, moments and step count, start grad_ema from zero."""
 
@@ -80,7 +83,7 @@ def check(config: OptimizerConfig) -> Hyperparameters:
         raise ValueError("ALTO under Megatron: lr is not set; give OptimizerConfig(lr=...) (--lr)")
     check_kernel(of(config, "kernel"))
     Diagnostics(of(config, "diagnostics_every"))
-    for name in ("bias_correction", "adopt"):
+    for name in ("bias_correction", "skip_nonfinite", "adopt"):
         if not isinstance(of(config, name), bool):
             raise ValueError(f"alto_{name}={of(config, name)!r} must be True or False")
     names = ("betas", "alpha", "eps", "layerwise", "bias_correction")

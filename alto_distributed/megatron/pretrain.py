@@ -23,6 +23,7 @@ from ..pretrain.config import Run
 from ..pretrain.engine import Step
 from ..pretrain.model import initial_weights, seed_from
 from ..pretrain.optimizers import ALTO_NAMES, STATE_DTYPES, arguments
+from ..pretrain.together import same_settings
 from . import pretrain_checkpoint as checkpoint
 from .build import diagnostics
 from .config import AltoOptimizerConfig
@@ -36,6 +37,7 @@ def build(run: Run) -> MegatronEngine:
     device = _device()
     if not dist.is_initialized():
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    same_settings(run)
     layout = run.megatron
     parallel_state.initialize_model_parallel(layout.tensor_parallel, layout.pipeline_parallel)
     return MegatronEngine(run, device)

@@ -28,6 +28,8 @@ _EXPECTED = {
     "get_parameter_state_dp_zero": ("use_gloo_comm", "empty_data", "return_on_all_ranks"),
     "load_parameter_state_from_dp_zero": ("state_dict", "update_legacy_format"),
     "load_state_dict": ("state_dict",),
+    "prepare_grads": (),
+    "get_grad_stats_parallel_group": (),
     "sharded_state_dict": ("model_sharded_state_dict", "is_loading", "sharding_type", "metadata"),
 }
 

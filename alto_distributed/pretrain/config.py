@@ -58,6 +58,11 @@ class Training:
     """Global norm to which gradients are clipped; 0 for never."""
     seed: int = 1234
     """Fixes the initial weights and the order of the data."""
+    skip_nonfinite: bool = True
+    """With alto and lamb: skip a step, on all ranks, if any gradient is not finite. (fp16 always does.) Nothing is
+    changed by a skipped step, its batch is not used again, and the schedule goes on."""
+    max_skipped: int = 20
+    """End the run with an error after so many skipped steps in a row; 0 for never."""
     recompute: bool = False
     """Keep only the inputs of each layer for the backward pass and compute the rest again: less memory, a third more
     arithmetic, the same numbers."""
@@ -305,6 +310,7 @@ def _problems(run: Run) -> typing.Iterator[str]:
             "model.init_std": m.init_std,
             "training.clip": t.clip,
             "training.seed": t.seed,
+            "training.max_skipped": t.max_skipped,
             "optimizer.lr": run.optimizer.lr,
             "optimizer.weight_decay": run.optimizer.weight_decay,
             "schedule.warmup": s.warmup,

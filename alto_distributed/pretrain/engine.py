@@ -23,7 +23,7 @@ class Step:
     grad_norm: float
     """Of the whole model, before clipping; NaN where the engine does not tell."""
     skipped: bool = False
-    """The gradients overflowed (fp16): nothing was changed."""
+    """Some gradient was not finite: nothing was changed."""
     seconds: Mapping[str, float] | None = None
     """Where the time went on this rank: "forward", "backward", "optimizer", as far as the engine can tell."""
 

@@ -57,17 +57,18 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
         if newest is None:
             _validate(engine, batches, log, 0)
         saved = step if newest else None
-        watch = _Stopwatch(run)
+        watch, skipped = _Stopwatch(run), 0
         while step < last:
             outcome = engine.train(batches.of_step(step), learning_rate(run, step))
             step += 1
             log.progress(outcome.loss)
+            skipped = _count_skipped(outcome.skipped, skipped, step, run, log)
             watch.add(outcome.seconds)
             stop = any_rank(bool(asked), engine.device)
             if step % run.logs.every == 0 or step == last or stop:
                 values = {"loss": outcome.loss, "lr": learning_rate(run, step - 1), "grad_norm": outcome.grad_norm}
                 log.record(step, {**values, "skipped": outcome.skipped, **watch.read(engine.device)})
-                if not math.isfinite(outcome.loss):
+                if not math.isfinite(outcome.loss) and not outcome.skipped:
                     raise RuntimeError(
                         f"the loss is {outcome.loss} at step {step}: lower optimizer.lr, or look at the data"
                     )
@@ -87,6 +88,19 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
         if step < run.training.iterations:
             log.say(f"step {step}: stopped as asked; the same command goes on from here")
     return step
+
+
+def _count_skipped(is_skipped: bool, before: int, step: int, run: Run, log: Log) -> int:
+    """Skipped steps in a row, this one included."""
+    if not is_skipped:
+        return 0
+    log.say(f"step {step}: skipped, a gradient was not finite ({before + 1} in a row)")
+    if before + 1 == run.training.max_skipped:
+        raise RuntimeError(
+            f"{before + 1} steps in a row had gradients that are not finite, the last of them step {step}: lower "
+            "optimizer.lr, look at the data, or go on from an earlier checkpoint; training.max_skipped sets the limit"
+        )
+    return before + 1
 
 
 def _save(checkpoints: Checkpoints, engine: Engine, step: int, log: Log, must: bool) -> bool:

@@ -71,7 +71,7 @@ def default_options(name: str) -> dict[str, Any]:
 def arguments(run: Run) -> dict[str, Any]:
     """What the optimizer's class is called with: ``lr``, ``weight_decay`` and all options, checked.
 
-    For alto and lamb these are ALTO's, with ``diagnostics_every`` from the run's logs.
+    For alto and lamb these are ALTO's, with what the sections ``logs`` and ``training`` say for it.
 
     Raises:
         ValueError: the optimizer or one of its options does not exist or has no such value.
@@ -101,7 +101,8 @@ def arguments(run: Run) -> dict[str, Any]:
     others = {option: options.pop(option) for option in ("kernel", *STATE_DTYPES) if option in options}
     for option in others.keys() & STATE_DTYPES:
         check_dtype(f"optimizer.options.{option}", others[option])
-    return {**Hyperparameters(**options).as_group(), **others, "diagnostics_every": run.logs.diagnostics_every}
+    others.update(diagnostics_every=run.logs.diagnostics_every, skip_nonfinite=run.training.skip_nonfinite)
+    return {**Hyperparameters(**options).as_group(), **others}
 
 
 def build_groups(run: Run, model: nn.Module) -> list[dict[str, Any]]:

@@ -7,11 +7,12 @@ parameters there are. Nothing is read back by the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from .collective import all_reduce as _all_reduce
 from .layout import LogicalParameter
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class SlotIndex:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
 
     def on(self, device: torch.device) -> torch.Tensor:
         if device not in self._on_device:
@@ -57,6 +61,7 @@ class NormTable:
                     f"{parameter.shape}, {len(known.groups)} and {len(parameter.groups)} process groups"
                 )
         self.slots: dict[str, int] = {name: slot for slot, name in enumerate(sorted(by_name))}
+        self.parameters = [by_name[name] for name in self.slots]
 
         columns: dict[ProcessGroup, list[int]] = {}
         for name, slot in self.slots.items():
@@ -67,6 +72,11 @@ class NormTable:
 
     def zeros(self, device: torch.device, rows: int = 2) -> torch.Tensor:
         return torch.zeros(rows, len(self.slots), dtype=sums_dtype(device), device=device)
+
+    def shared(self) -> Iterator[tuple[ProcessGroup, list[LogicalParameter]]]:
+        """Each process group with the parameters whose pieces lie over it, in the order of the collectives."""
+        for group, slots in self._reductions:
+            yield group, [self.parameters[slot] for slot in slots]
 
     @property
     def collectives(self) -> int:
@@ -88,20 +98,3 @@ class NormTable:
                 index = slots.on(sums.device)
                 sums[:, index] = _all_reduce(sums[:, index], group)
         return sums
-
-
-def _all_reduce(table: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum of ``table`` over ``group``, back on the table's device.
-
-    With parameters offloaded to the CPU the table is there too, while NCCL only speaks of GPU memory:
-    then it makes the trip, as the offloading engines' own norms do.
-    """
-    import torch.distributed as dist
-
-    device_types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    if table.device.type in device_types:
-        dist.all_reduce(table, group=group)
-        return table
-    there = table.to(device_types[0])  # the current device of that type, as the group's own collectives use
-    dist.all_reduce(there, group=group)
-    return there.to(table.device)

@@ -6,13 +6,14 @@ or one sub-group, after the other), so there is one plan for each set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..update.pieces import NO_RATIO, Span
 from . import dtensor
+from .agreement import describe_parameters, require_agreement, require_whole
 from .layout import LogicalParameter, ShardLayout
 from .norms import NormTable, SlotIndex
 
@@ -31,6 +32,15 @@ class Entry:
         if ratio_for not in self._spans:
             self._spans[ratio_for] = self._merge(ratio_for)
         return self._spans[ratio_for]
+
+    def real_elements(self, grad: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The parts of this tensor's gradient that are not padding."""
+        if self.layout.is_whole:
+            yield grad
+        else:
+            flat = grad.reshape(-1)
+            for start, stop, _ in self.spans("no"):
+                yield flat[start:stop]
 
     def _merge(self, ratio_for: str) -> tuple[Span, ...]:
         spans: list[Span] = []
@@ -74,6 +84,20 @@ class StepPlan:
             SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
             for group in resolved
         ]
+
+    def require_agreement(self, common: Mapping[str, str]) -> None:
+        """Raise, on all ranks, if those that sum norms together do not agree; see :mod:`.agreement`.
+
+        Args:
+            common: what must be the same on all of them besides the parameters.
+        """
+        for process_group, parameters in self.norms.shared():
+            require_agreement(process_group, {**common, **describe_parameters(parameters)})
+        if self.norms.collectives:
+            held = self.norms.zeros(torch.device("cpu"), rows=1)
+            for segment in (s for group in self.groups for entry in group for s in entry.layout.segments):
+                held[0, self.norms.slots[segment.parameter.name]] += segment.length
+            require_whole(self.norms.complete({held.device: held}, rows=1)[0], self.norms.parameters)
 
 
 def _labels(

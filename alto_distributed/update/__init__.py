@@ -25,8 +25,9 @@ import torch
 from . import chunked, native, reference
 from .gpu import step as gpu_step
 from .pieces import Coefficients, Piece, Span
+from .unless import Unless
 
-__all__ = ["KERNELS", "Coefficients", "Kernel", "Piece", "Span", "kernel_for"]
+__all__ = ["KERNELS", "Coefficients", "Kernel", "Piece", "Span", "kernel_for", "kernel_unless"]
 
 KERNELS = ("auto", "torch", "reference", "native", "triton")
 
@@ -58,3 +59,8 @@ def kernel_for(name: str, device: torch.device) -> Kernel:
     if name == "triton":
         return gpu_step.kernel_on(device)
     return cast(Kernel, chunked)
+
+
+def kernel_unless(kernel: Kernel, skip: torch.Tensor) -> Kernel:
+    """``kernel``, but nothing changes if ``skip``, on its device, is not 0. The host does not read it."""
+    return kernel.unless(skip) if isinstance(kernel, gpu_step.TritonKernel) else Unless(kernel, skip)

@@ -1,5 +1,7 @@
 """Checkpoints of the DeepSpeed engine meet damaged files, crafted files, full, read-only and separate disks."""
 
+import contextlib
+import dataclasses
 import os
 import subprocess
 
@@ -13,7 +15,7 @@ from alto_distributed.pretrain.checkpoints import Checkpoints
 from alto_distributed.pretrain.trust import only_data
 
 from ..launcher import worlds
-from . import damage
+from . import damage, skips
 from .pretrain_deepspeed import advance, assert_same, engine_of, run_of, weights
 
 SHARD = "saved/zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -189,3 +191,16 @@ def case_a_damaged_conversion_is_made_again(directory):
             advance(engine, run, 1, 2)
             engine.load(folder)
             assert_same(f"converted, flipped {flipped}", weights(engine), before)
+
+
+@worlds(2)
+def case_the_loop_skips_and_stops(directory):
+    run = run_of(2, precision="bf16")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocabulary=skips.VOCABULARY))
+    with contextlib.ExitStack() as stack:
+        skips.skips_and_stops(
+            run,
+            lambda run: stack.enter_context(engine_of(run)),
+            lambda engine: list(engine.module.parameters())[-1],
+            directory / "skips",
+        )

@@ -13,13 +13,13 @@ from alto_distributed.pretrain.checkpoints import Checkpoints
 from alto_distributed.pretrain.config import parse
 
 from ..launcher import worlds
-from . import damage
+from . import damage, skips
 
 SHARD, OTHER = "__1_0.distcp", "__0_0.distcp"
 
 
 def run_of():
-    model = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 256, "dropout": 0.0}
+    model = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": skips.VOCABULARY, "dropout": 0.0}
     training = {"global_batch": 8, "micro_batch": 4, "precision": "fp32"}
     layout = {"tensor_parallel": 2, "overlap": False}  # with two copies of the model rank 0 would write all of it
     return parse({"engine": "megatron", "model": model, "training": training, "megatron": layout})
@@ -81,3 +81,8 @@ def case_megatron_a_quota_on_one_rank_stops_all(directory):
     engine = engine_of(run)
     advance(engine, 4)
     damage.a_quota_on_one_rank_stops_all(engine, run, directory / "megatron quota")
+
+
+@worlds(2)
+def case_megatron_the_loop_skips_and_stops(directory):
+    skips.skips_and_stops(run_of(), engine_of, lambda engine: list(engine._model.parameters())[-1], directory / "skips")

@@ -285,6 +285,42 @@ def check_gradients_that_are_not_finite():
             )
 
 
+def check_a_flag_on_the_device_skips_the_step():
+    """Nothing changes while the flag is set, also in pieces that go another way; with a flag of 0 it is a step."""
+    c = Coefficients.at_step(HYPER, 2)
+    pieces = [
+        make([(0, 40, 0), (50, 90, NO_RATIO)], c, model_copy=BFLOAT16, padding=7),
+        make([(0, 40, 1)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=5),
+        make([(0, 20, 1)], c),
+    ]
+    for name in ("param", "grad", "exp_avg", "exp_avg_sq", "grad_ema"):
+        setattr(pieces[2], name, getattr(pieces[2], name).double())
+    assert [serves(piece) for piece in pieces] == [True, True, False]
+    kernel = TritonKernel(SMALL)
+    expected, steps = copy.deepcopy(pieces), torch.full((2,), 0.1, dtype=torch.float64, device=DEVICE)
+    good = [piece.grad.clone() for piece in pieces]
+    for piece in pieces:
+        piece.grad[3], piece.grad[19] = float("nan"), float("inf")
+    for flag in (1.0, 0.0):
+        guarded = kernel.unless(torch.tensor([flag], device=DEVICE))
+        sums = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+        guarded.phase_one(pieces, sums)
+        guarded.phase_two(pieces, steps * (float("nan") if flag else 1))
+        if not flag:
+            assert (sums > 0).all()
+            plain = torch.zeros_like(sums)
+            kernel.phase_one(expected, plain)
+            kernel.phase_two(expected, steps)
+            assert torch.equal(sums, plain)
+        for piece, other in zip(pieces, expected, strict=True):
+            for name in TENSORS:
+                if getattr(piece, name) is not None:
+                    one, two = (getattr(p, name).view(torch.uint8) for p in (piece, other))
+                    assert torch.equal(one, two), (name, flag)
+        for piece, grad in zip(pieces, good, strict=True):
+            piece.grad.copy_(grad)
+
+
 def check_eps1_of_zero():
     """The lanes of a tile that lie outside of the span are 0/0; none of that may reach the sums."""
     check_step([make([(3, 45, 0)], Coefficients.at_step(Hyperparameters(eps=(0.0, 0.0, 0.0)), 2))], 1)

@@ -30,16 +30,18 @@ TARGETS = {
 USUAL = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32, None)
 SMALL_STATES = Dtypes(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16)
 BUILDS = [(target, "float32", USUAL) for target in TARGETS] + [("sm_90", "bfloat16", SMALL_STATES)]
+BUILDS += [("sm_90", "guarded", USUAL)]  # programs end at once if a flag on the device says so
 
 TABLES = {"chunks": "*i64", "pieces": "*i64", "coefficients": "*fp64"}
 SUMS = {"totals": "*i64", "arrivals": "*i32", "partials": "*fp64", "sums": "*fp64", "slots": "i32"}
 
 
-def source(kernel, dtypes, tile):
+def source(kernel, dtypes, tile, guarded=False):
     """A kernel as a launch asks for it."""
     known = {name.upper(): element_type(dtype) for name, dtype in dtypes._asdict().items()}
     known = {name: value for name, value in {**known, "TILE": tile}.items() if name in kernel.arg_names}
-    types = {**TABLES, **SUMS, "step_sizes": "*fp64"}
+    known = known if guarded else {**known, "skip": None}
+    types = {**TABLES, **SUMS, "step_sizes": "*fp64", "skip": "*fp32"}
     signature = {name: "constexpr" if name in known else types[name] for name in kernel.arg_names}
     return ASTSource(fn=kernel, signature=signature, constexprs=known)
 
@@ -77,7 +79,8 @@ def main():
     for target, name, dtypes in BUILDS:
         tile = 1024 if target == "gfx942" else 512
         for kernel in (kernels.phase_one, kernels.phase_two):
-            compiled = triton.compile(source(kernel, dtypes, tile), target=TARGETS[target], options=_OPTIONS)
+            code = source(kernel, dtypes, tile, name == "guarded")
+            compiled = triton.compile(code, target=TARGETS[target], options=_OPTIONS)
             found[f"{kernel.__name__} {name} {target}"] = facts(compiled, target)
     Path(sys.argv[1]).write_text(json.dumps(found))
 

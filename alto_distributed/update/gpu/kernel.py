@@ -202,12 +202,16 @@ def phase_one(
     coefficients,
     sums,
     slots,
+    skip,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     EXP_AVG: tl.constexpr,
     GRAD_EMA: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    if skip is not None:  # noqa: SIM102 - settled when it is compiled, the other as it runs
+        if tl.load(skip) != 0:
+            return
     program = tl.program_id(0).to(tl.int64)
     chunk = chunks + program * _CHUNK_COLUMNS
     piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
@@ -279,11 +283,15 @@ def phase_two(
     pieces,
     coefficients,
     step_sizes,
+    skip,
     PARAM: tl.constexpr,
     EXP_AVG: tl.constexpr,
     MODEL_COPY: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    if skip is not None:  # noqa: SIM102 - settled when it is compiled, the other as it runs
+        if tl.load(skip) != 0:
+            return
     chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_COLUMNS
     piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
     row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS

@@ -20,8 +20,12 @@ def launch_phase_one(
     pieces: torch.Tensor,
     coefficients: torch.Tensor,
     sums: torch.Tensor,
+    skip: torch.Tensor | None = None,
 ) -> None:
-    """Phase one of all launches. Their order on the device's stream makes it safe that two add to one slot."""
+    """Phase one of all launches. Their order on the device's stream makes it safe that two add to one slot.
+
+    ``skip`` is a number on the device: if it is not 0, nothing is read or written. Without one, no program asks.
+    """
     from . import kernel as kernels
     from .elements import element_type
 
@@ -39,6 +43,7 @@ def launch_phase_one(
                 coefficients,
                 sums,
                 sums.stride(0),
+                skip,
                 PARAM=element_type(dtypes.param),
                 GRAD=element_type(dtypes.grad),
                 EXP_AVG=element_type(dtypes.exp_avg),
@@ -54,6 +59,7 @@ def launch_phase_two(
     pieces: torch.Tensor,
     coefficients: torch.Tensor,
     step_sizes: torch.Tensor,
+    skip: torch.Tensor | None = None,
 ) -> None:
     from . import kernel as kernels
     from .elements import element_type
@@ -66,6 +72,7 @@ def launch_phase_two(
                 pieces,
                 coefficients,
                 step_sizes.contiguous(),
+                skip,
                 PARAM=element_type(dtypes.param),
                 EXP_AVG=element_type(dtypes.exp_avg),
                 MODEL_COPY=element_type(dtypes.model_copy),

@@ -19,6 +19,7 @@ import torch
 
 from .. import chunked
 from ..pieces import Piece
+from ..unless import Unless
 from .launch import launch_phase_one, launch_phase_two
 from .table import Launch, Shape, Tiling, launches_of, shape_of
 from .values import Values
@@ -97,23 +98,27 @@ class TritonKernel:
         self._tiling = tiling
         self._kept: list[_Prepared] = []
 
-    def phase_one(self, pieces: Sequence[Piece], sums: torch.Tensor) -> None:
+    def phase_one(self, pieces: Sequence[Piece], sums: torch.Tensor, skip: torch.Tensor | None = None) -> None:
         ours, others = _divided(pieces)
         if ours:
             ready = self._ready(ours)
             values = ready.values
-            launch_phase_one(ready.launches, ready.shape.tiling, values.pieces, values.coefficients, sums)
+            launch_phase_one(ready.launches, ready.shape.tiling, values.pieces, values.coefficients, sums, skip)
         if others:
-            chunked.phase_one(others, sums)
+            (chunked if skip is None else Unless(chunked, skip)).phase_one(others, sums)
 
-    def phase_two(self, pieces: Sequence[Piece], step_sizes: torch.Tensor) -> None:
+    def phase_two(self, pieces: Sequence[Piece], step_sizes: torch.Tensor, skip: torch.Tensor | None = None) -> None:
         ours, others = _divided(pieces)
         if ours:
             ready = self._ready(ours)
             values = ready.values
-            launch_phase_two(ready.launches, ready.shape.tiling, values.pieces, values.coefficients, step_sizes)
+            launch_phase_two(ready.launches, ready.shape.tiling, values.pieces, values.coefficients, step_sizes, skip)
         if others:
-            chunked.phase_two(others, step_sizes)
+            (chunked if skip is None else Unless(chunked, skip)).phase_two(others, step_sizes)
+
+    def unless(self, skip: torch.Tensor) -> TritonUnless:
+        """This kernel, but its programs end at once if ``skip`` (float32, on their device) is not 0."""
+        return TritonUnless(self, skip)
 
     def _ready(self, pieces: Sequence[Piece]) -> _Prepared:
         """The launches for these pieces, with their addresses and numbers on the device."""
@@ -135,6 +140,20 @@ class TritonKernel:
         del self._kept[_KEPT:]
         ready.values.send(pieces)
         return ready
+
+
+class TritonUnless:
+    """See :meth:`TritonKernel.unless`."""
+
+    def __init__(self, kernel: TritonKernel, skip: torch.Tensor) -> None:
+        self._kernel = kernel
+        self._skip = skip
+
+    def phase_one(self, pieces: Sequence[Piece], sums: torch.Tensor) -> None:
+        self._kernel.phase_one(pieces, sums, self._skip)
+
+    def phase_two(self, pieces: Sequence[Piece], step_sizes: torch.Tensor) -> None:
+        self._kernel.phase_two(pieces, step_sizes, self._skip)
 
 
 def _divided(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:

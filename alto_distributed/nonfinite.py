@@ -1,0 +1,115 @@
+"""Steps whose gradients are not finite are skipped: by all ranks or by none, and nothing changes.
+
+Before a step touches anything, one number says whether any gradient of any rank has an infinity or a NaN: the
+largest magnitudes of the local gradients (padding is not looked at), reduced to one flag by one all-reduce of four
+bytes over all ranks that train the model together.
+
+On the CPU the flag is read, and a bad step ends there. On an accelerator the host does not wait for it. The
+step is launched, and every write of it hangs on the flag on the device (:mod:`.update.unless`). The host has
+counted the step by then; the flag follows it there, and when the next step begins, or the counts are asked for, a
+step that was skipped is taken back from the counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .sharding.collective import all_reduce, everyone
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SkippedSteps:
+    """Finds steps to skip, and counts them.
+
+    Args:
+        on: whether anything is looked at. Off, a step costs what it did.
+    """
+
+    def __init__(self, on: bool) -> None:
+        if not isinstance(on, bool):
+            raise ValueError(f"skip_nonfinite={on!r} must be True or False")
+        self.on = on
+        self.group: ProcessGroup | None = None
+        """Of the ranks that must agree; None for all ranks of the job."""
+        self._total = self._in_a_row = 0
+        self._unsettled: tuple[torch.Tensor, Any, Sequence[torch.Tensor]] | None = None
+
+    def fresh(self) -> SkippedSteps:
+        """The same choice, for a copy of the optimizer."""
+        return SkippedSteps(self.on)
+
+    def flag(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+        """1.0 if any element on any rank is not finite, else 0.0; on an accelerator if one of them is there."""
+        flag = flag_of(gradients)
+        group = everyone(self.group)
+        return flag if group is None else all_reduce(flag, group, "MAX")
+
+    @staticmethod
+    def is_readable(flag: torch.Tensor) -> bool:
+        """Whether the host can read it without waiting for a device."""
+        return flag.device.type == "cpu"
+
+    def count(self, flag: torch.Tensor) -> bool:
+        """Count the step that a flag stands for; whether it is skipped."""
+        skipped = bool(flag.item())
+        self._total += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        return skipped
+
+    def count_later(self, flag: torch.Tensor, counters: Sequence[torch.Tensor]) -> None:
+        """The same, without waiting: when :meth:`settle` is called. ``counters`` have counted the step already."""
+        arrived = None
+        if flag.device.type == "cuda":
+            host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+            host.copy_(flag, non_blocking=True)
+            arrived = torch.cuda.current_stream(flag.device).record_event()
+            flag = host
+        self._unsettled = flag, arrived, counters
+
+    def settle(self) -> None:
+        """Take the last step back from the counters if it was skipped. Waits for that step, not for later work."""
+        if self._unsettled is None:
+            return
+        flag, arrived, counters = self._unsettled
+        self._unsettled = None
+        if arrived is not None:
+            arrived.synchronize()
+        if self.count(flag):
+            for counter in counters:
+                counter -= 1
+
+    @property
+    def total(self) -> int:
+        self.settle()
+        return self._total
+
+    @property
+    def in_a_row(self) -> int:
+        self.settle()
+        return self._in_a_row
+
+
+def flag_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[1.0] if any element is not finite, else [0.0], on an accelerator if one of the tensors is there.
+
+    The largest magnitude is NaN or infinite if and only if an element is; unlike a sum it cannot overflow, and
+    it needs no memory of the tensor's size.
+    """
+    largest: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            norm = torch.linalg.vector_norm(gradient, ord=float("inf"))
+            largest.setdefault((norm.device, norm.dtype), []).append(norm)
+    flags = [torch.stack(norms).isfinite().all().logical_not().float().view(1) for norms in largest.values()]
+    flags.sort(key=lambda flag: flag.device.type == "cpu")
+    if not flags:
+        return torch.zeros(1)
+    whole = flags[0]
+    for flag in flags[1:]:
+        whole = torch.maximum(whole, flag.to(whole.device))
+    return whole

@@ -1,0 +1,145 @@
+"""A NaN in one rank's shard: all ranks skip the step, and nothing has changed on any of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
+from alto_distributed.nonfinite import SkippedSteps
+
+from ..launcher import worlds
+from .sharded import HYPER, batches, full, network, sharded_network
+
+
+def everything(optimizer):
+    """Bytes of this rank's weights and states, step counts included."""
+    tensors = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            tensors += [p, *(value for _, value in sorted(optimizer.state[p].items()))]
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return [t.detach().clone().reshape(-1).view(torch.uint8) for t in local]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def poison(optimizer, rank, group):
+    """One element of the last gradient of a group, on one rank only; a shard that is not empty there."""
+    if dist.get_rank() == rank:
+        local = [g.to_local() if hasattr(g, "to_local") else g for g in (p.grad for p in group["params"])]
+        [g for g in local if g.numel()][-1].view(-1)[-1] = torch.nan
+
+
+def train(model, optimizer, bad=()):
+    """``bad``: step -> (rank, which group) of a NaN. Without an entry for it a step is an ordinary one."""
+    for k, (x, y) in enumerate(batches()):
+        if k in bad and bad[k] is None:
+            continue  # the run that never had it
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        before = everything(optimizer)
+        if k in bad:
+            rank, g = bad[k]
+            poison(optimizer, rank, optimizer.param_groups[g])
+        optimizer.step()
+        assert optimizer.skipped_in_a_row == int(k in bad), k
+        if k in bad and k:
+            assert same(before, everything(optimizer)), k
+
+
+def check(make, ways=("read by the host", "on the device")):
+    """The bad elements are on each end of the ranks, and in the last group only as well as in the first."""
+    last = dist.get_world_size() - 1
+    bad = {1: (last, 1), 4: (0, 0), 7: (last, 0)}
+    for way in ways:
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "on the device":  # as accelerators do it; here the device is the CPU
+                patch.setattr(SkippedSteps, "is_readable", staticmethod(lambda flag: False))
+            model, optimizer = make(True)
+            train(model, optimizer, bad)
+            never, plain = make(False)
+            train(never, plain, dict.fromkeys(bad))
+        assert optimizer.skipped_steps == len(bad)
+        for p, q in zip(model.parameters(), never.parameters(), strict=True):
+            assert torch.equal(full(p), full(q)), way
+        assert same(everything(optimizer), everything(plain)), way
+
+
+@worlds(2, 4)
+def case_a_nan_in_one_shard_skips_the_step_everywhere():
+    """FSDP2: the other ranks' gradients are good, and their shards must not move either."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def make(skips):
+        model = sharded_network(mesh)
+        return model, ALTO(param_groups(model, 1e-2), skip_nonfinite=skips, **HYPER)
+
+    check(make)
+
+
+@worlds(4)
+def case_a_nan_reaches_replicas_and_other_meshes():
+    """HSDP: the norms are summed over two ranks, and all four must agree."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def make(skips):
+        model = sharded_network(mesh)
+        return model, ALTO(param_groups(model, 1e-2), skip_nonfinite=skips, **HYPER)
+
+    check(make, ways=("read by the host",))
+
+
+@worlds(2)
+def case_without_the_agreement_ranks_drift_apart():
+    """The negative control: each rank for itself, and the rank with the NaN is left behind by the other's norms."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = sharded_network(mesh)
+    optimizer = ALTO(param_groups(model, 1e-2), skip_nonfinite=True, **HYPER)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    optimizer.agree_over(alone)
+    optimizer.zero_grad()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    poison(optimizer, 1, optimizer.param_groups[0])
+    flag = optimizer._skipped.flag(p.grad.to_local() for group in optimizer.param_groups for p in group["params"])
+    assert flag.item() == float(dist.get_rank() == 1)
+    optimizer.agree_over(dist.group.WORLD)
+    flag = optimizer._skipped.flag(p.grad.to_local() for group in optimizer.param_groups for p in group["params"])
+    assert flag.item() == 1.0
+
+
+@worlds(2, 4)
+def case_a_rank_without_tensors_takes_part():
+    """The last rank holds nothing; it joins in the norms, and in the decision."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = LogicalParameter("w", (world - 1, 3), (dist.group.WORLD,))
+    flat = torch.arange(3.0) + rank
+    optimizer = ALTO([{"params": [flat] if rank < world - 1 else []}], skip_nonfinite=True)
+    layouts = {flat: ShardLayout.of_flat_shard([whole], rank * 3, 3)} if rank < world - 1 else {}
+    optimizer.set_layouts(layouts, joined=[whole])
+    for k in range(4):
+        flat.grad = torch.ones(3)
+        if k == 2 and rank == 0:
+            flat.grad[1] = torch.inf
+        before = flat.clone()
+        optimizer.step()
+        assert torch.equal(before, flat) == (k == 2 or rank == world - 1)
+        assert optimizer.skipped_steps == int(k >= 2)
+
+
+@worlds(2)
+def case_the_flag_is_one_collective():
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model = network()
+    for skips in (False, True):
+        optimizer = ALTO(param_groups(model, 1e-2), skip_nonfinite=skips, **HYPER)
+        nn.Module.zero_grad(model)
+        (model(next(iter(batches()))[0])).square().mean().backward()
+        with CommDebugMode() as comms:
+            optimizer.step()
+        assert comms.get_total_counts() == int(skips)
