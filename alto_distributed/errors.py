@@ -4,7 +4,17 @@ Two of them also carry the type that PyTorch or Python would have raised at the 
 code written against ``torch.optim`` keeps catching them.
 """
 
+from typing import Any
+
 import torch
+
+_LONGEST = 200
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its repr on one line, cut where it gets long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class UnknownHyperparameter(ValueError, TypeError):

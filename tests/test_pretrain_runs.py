@@ -15,6 +15,8 @@ import time
 import psutil
 import pytest
 
+from alto_distributed.pretrain import manifest
+
 from .launcher import EXHAUSTIVE, REPO, environment
 from .processes import MPI_AS_ROOT, beside_python, free_port, run
 
@@ -81,6 +83,13 @@ def checkpoints(into):
     return sorted(path.name for path in (into / "checkpoints").iterdir())
 
 
+def checkpoint_bits(into, step):
+    """Checksums of all weights and states; Megatron's index of them holds the directory's name and an id drawn anew."""
+    files = manifest.read(into / "checkpoints" / f"step-{step:08d}").files
+    assert sum(len(entry.states) for entry in files.values()) > 30
+    return {name: entry.checksum for name, entry in files.items() if name != ".metadata"}
+
+
 def begun_from(whole, engine, step, into):
     """A run's directory as it was after ``step``, to go on from."""
     (into / "checkpoints").mkdir(parents=True)
@@ -90,21 +99,49 @@ def begun_from(whole, engine, step, into):
     return into
 
 
-def start_and_signal(command, into, number, after):
-    """Start a run and send all of its processes a signal as soon as a checkpoint of step ``after`` is there."""
+@contextlib.contextmanager
+def started(command, into, after, **variables):
+    """A run that has just saved its checkpoint of step ``after``. Whatever is left of it in the end is killed."""
     wanted = into / "checkpoints" / f"step-{after:08d}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=REPO, env=environment(), start_new_session=True, **pipes) as process:
-        deadline = time.monotonic() + 200
-        while not wanted.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        # Ranks are in sessions of their own, and would outlive torchrun.
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
-        output, _ = process.communicate(timeout=120)
-    assert wanted.exists(), output[-4000:]
-    return output
+    variables = environment(**variables)
+    with subprocess.Popen(command, cwd=REPO, env=variables, start_new_session=True, **pipes) as process:
+        try:
+            deadline = time.monotonic() + 200
+            while not wanted.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if not wanted.exists():
+                pytest.fail(f"there is no {wanted}: {end_of(process)}")
+            yield process
+        finally:
+            signal_all(process, signal.SIGKILL)
+
+
+def signal_all(process, number):
+    """Ranks are in sessions of their own, and would outlive torchrun."""
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
+
+
+def end_of(process):
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=5)[0][-4000:]
+    return "it is still running"
+
+
+def start_and_signal(command, into, number, after):
+    """Start a run and send all of its processes a signal as soon as a checkpoint of step ``after`` is there."""
+    with started(command, into, after) as process:
+        signal_all(process, number)
+        return process.communicate(timeout=120)[0]
+
+
+def rank_process(process, rank):
+    """The process of a rank that torchrun has started."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    (found,) = [child for child in children if child.environ().get("RANK") == str(rank)]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +188,58 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, data, tmp_pa
     said = run(command)
     assert "resumed from" in said
     assert losses(into) == losses(folder / engine)  # to the last digit
+    assert checkpoint_bits(into, EVERY) == checkpoint_bits(folder / engine, EVERY)  # the same seed twice
+    assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)  # resumed and not
     assert records(into)[-1]["valid_loss"] == records(folder / engine)[-1]["valid_loss"]
+
+
+DEEPSPEED_AND_EXHAUSTIVELY_MEGATRON = [
+    "deepspeed",
+    pytest.param("megatron", marks=pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", DEEPSPEED_AND_EXHAUSTIVELY_MEGATRON)
+def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data, tmp_path):
+    """Nobody does anything: it goes on from its newest checkpoint, and ends as if nothing had been."""
+    folder, _ = whole
+    into = tmp_path / "run"
+    with started([*torchrun(2), "--max-restarts=1", *arguments(engine, data, into)], into, after=EVERY) as process:
+        rank_process(process, 1).kill()
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output[-4000:]
+    assert "alto_distributed pretrain: rank 0 lost contact with another rank: Connection closed" in output
+    assert "The same command goes on from the newest checkpoint, " in output
+    assert output.count("resumed from") == 1, output[-4000:]
+    assert losses(into) == losses(folder / engine)  # to the last digit
+    assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", DEEPSPEED_AND_EXHAUSTIVELY_MEGATRON)
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, data, tmp_path):
+    """Stopped by SIGSTOP: it is there, holds its connections, and never answers."""
+    into, seconds = tmp_path / "run", 12
+    command = [sys.executable, *arguments(engine, data, into, f"training.timeout={seconds}", "evaluation.every=0")]
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    other = {**meet, "RANK": "1", "LOCAL_RANK": "1"}
+    with subprocess.Popen(command, cwd=REPO, env=environment(**other), stdout=subprocess.DEVNULL) as hanging:
+        try:
+            with started(command, into, EVERY, **meet, RANK="0", LOCAL_RANK="0") as process:
+                hanging.send_signal(signal.SIGSTOP)
+                began = time.monotonic()
+                output, _ = process.communicate(timeout=seconds + 60)
+                waited = time.monotonic() - began
+        finally:
+            hanging.kill()
+    assert process.returncode == 1, output[-4000:]
+    assert seconds - 2 < waited < seconds + 20, waited  # the machine may be busy
+    said = output.splitlines()[-1]
+    assert said.startswith("alto_distributed pretrain: rank 0 lost contact with another rank: Timed out waiting 12000")
+    assert "has not answered for training.timeout=12 seconds" in said
+    newest = checkpoints(into)[-1]
+    assert said.endswith(f"The same command goes on from the newest checkpoint, {into}/checkpoints/{newest}")
 
 
 @pytest.mark.slow

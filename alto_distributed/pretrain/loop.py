@@ -17,11 +17,12 @@ import torch.distributed as dist
 from ..diagnostics import Reading
 from .checkpoints import Checkpoints
 from .config import Run
+from .data import files
 from .data.samples import Samples
 from .engine import Engine, build
 from .logs import Log
 from .memory import peak
-from .ranks import any_rank, find_out
+from .ranks import any_rank, find_out, wait_at_most
 from .schedule import learning_rate
 from .throughput import utilisation
 from .together import on_first_rank
@@ -40,6 +41,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
     """
     find_out()
     engine = build(run)
+    wait_at_most(run.training.timeout)  # in the groups that the engine has made as well
     batches = Batches(run, engine)
     checkpoints = Checkpoints(directory / "checkpoints", run)
     step, last = 0, run.training.iterations
@@ -105,6 +107,8 @@ class Batches:
         model, self._training, self._evaluation = run.model, run.training, run.evaluation
         self._rank = engine.data_parallel_rank, engine.data_parallel_size
         run.accumulation(engine.data_parallel_size)  # refuses what does not divide, before anything is read
+        if run.data.verify:
+            on_first_rank(lambda: files.verify(run.data.directory, "train", "valid"))
         self._train, self._valid = (
             Samples(run.data.directory, split, model.sequence, model.vocabulary, run.training.seed)
             for split in ("train", "valid")

@@ -1,9 +1,11 @@
-"""Who this process is: from torchrun's variables, or from MPI where mpirun started it."""
+"""Who this process is: from torchrun's variables, or from MPI where mpirun started it; and whether the others live."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -57,3 +59,27 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     said = torch.tensor([float(flag)], device=device)
     dist.all_reduce(said, op=dist.ReduceOp.MAX)
     return bool(said.item())
+
+
+def wait_at_most(seconds: float) -> None:
+    """Limit how long this rank waits for the others in an exchange, in every process group that there is.
+
+    A group that is made without a limit gets torch's default, not that of the group it was made from.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+#: What gloo says when another rank is gone or does not answer. It has no error class of its own.
+_GLOO = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms|Application timeout")
+
+
+def lost_contact(error: BaseException) -> str | None:
+    """What a backend said, if an error came from the exchange with other ranks; None if it is another error."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, dist.DistError) or (isinstance(at, RuntimeError) and _GLOO.search(str(at))):
+            said = re.sub(r"^\[\S+:\d+\] ", "", str(at).strip().partition("\n")[0])
+            return said.partition(". ")[0].rstrip(".")
+        at = at.__cause__ or at.__context__
+    return None
