@@ -170,7 +170,7 @@ def test_a_deepspeed_json_of_any_content(content, tmp_path):
     path = tmp_path / "ds.json"
     path.write_bytes(content.encode("utf-8", "surrogatepass"))
     run = config.load(TINY, [f"deepspeed.config={path}"])
-    settings, refusal = documented(lambda: deepspeed_config(run, 2))
+    settings, refusal = documented(lambda: deepspeed_config(run, 1))
     if refusal is None:
         documented(lambda: refuse_what_deepspeed_refuses(settings, str(path)))
     documented(lambda: plan(run, 2, path))

@@ -114,7 +114,8 @@ def started(command, into, after, **variables):
                 pytest.fail(f"there is no {wanted}: {end_of(process)}")
             yield process
         finally:
-            signal_all(process, signal.SIGKILL)
+            if process.poll() is None:
+                signal_all(process, signal.SIGKILL)
 
 
 def signal_all(process, number):
