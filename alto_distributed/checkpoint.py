@@ -36,10 +36,8 @@ def check_saved_state(
         if key == states.STEP:
             _check_step(value, where)
         elif not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.layout != torch.strided:
-            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(
-                f"the checkpoint's {key!r} for {where} is no dense tensor of floating-point numbers: {kind}"
-            )
+            kind = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"the checkpoint's {key!r} for {where} must be a dense floating-point tensor, not {kind}")
         if key != states.STEP and dtensor.is_dtensor(param) != dtensor.is_dtensor(value):
             raise ValueError(
                 f"the checkpoint's {key!r} for {where} is a {type(value).__name__}, the parameter a "
@@ -59,9 +57,7 @@ def _check_step(value: Any, where: str) -> None:
             return
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
-        raise ValueError(
-            f"the checkpoint's {states.STEP!r} for {where} is {shown(value)}, and should be a number of steps"
-        )
+        raise ValueError(f"the checkpoint's {states.STEP!r} for {where} must be a number of steps, not {shown(value)}")
 
 
 def _check_form(state_dict: Any) -> None:
