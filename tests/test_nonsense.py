@@ -244,7 +244,10 @@ def test_a_data_manifest_without_its_parts(change, prepared, tmp_path):  # noqa:
 # -- ALTO --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lr", [10**400, -(10**400), torch.tensor(1j), torch.tensor(1), torch.ones(1).to_sparse()])
+RATES = [10**400, -(10**400), torch.tensor(1j), torch.tensor(1), torch.ones(1).to_sparse()]
+
+
+@pytest.mark.parametrize("lr", RATES, ids=["huge", "as negative", "complex", "whole", "sparse"])
 def test_rates(lr):
     """A whole number beyond all floats was an OverflowError; a complex tensor failed in the step, with states begun."""
     with pytest.raises(ValueError, match="lr"):

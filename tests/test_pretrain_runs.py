@@ -145,12 +145,16 @@ def rank_process(process, rank):
     return found
 
 
+#: What no log, report or checkpoint may show.
+SECRETS = {name: "canary-6d1f" for name in ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD")}
+
+
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """Runs that nothing happened to, by engine, and what they printed. Started by mpirun, the others by torchrun."""
     folder, said = tmp_path_factory.mktemp("whole"), {}
     for engine in ENTRIES:
-        said[engine] = run([*mpirun(2), *arguments(engine, data, folder / engine)], **MPI_AS_ROOT)
+        said[engine] = run([*mpirun(2), *arguments(engine, data, folder / engine)], **MPI_AS_ROOT, **SECRETS)
     return folder, said
 
 
@@ -175,6 +179,16 @@ def test_both_engines_train_the_same_model_step_by_step(whole):
         assert (folder / engine / "report.png").stat().st_size > 10_000
         assert len((folder / engine / "metrics.csv").read_text().splitlines()) == 1 + len(seen)
         assert checkpoints(folder / engine) == [f"step-{step:08d}" for step in (EVERY, 2 * EVERY, STEPS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENTRIES)
+def test_nothing_of_the_environment_is_written_down(engine, whole):
+    folder, said = whole
+    files = [path for path in (folder / engine).rglob("*") if path.is_file()]
+    assert {"run.json", "manifest.json", "metrics.jsonl", "report.md"} <= {path.name for path in files}
+    assert "canary" not in said[engine]
+    assert not [path for path in files if b"canary" in path.read_bytes()]
 
 
 @pytest.mark.slow
