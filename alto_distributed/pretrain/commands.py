@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import shlex
 import subprocess
@@ -15,6 +16,9 @@ from typing import NoReturn
 from . import config, estimate, memory, ranks, report
 from .checkpoints import Checkpoints
 from .config import Run
+
+#: Seconds that a rank which has lost the others may take to end.
+_ORDERLY_END = 20
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -110,16 +114,13 @@ def _end_alone(run: Run, directory: Path, reason: str) -> NoReturn:
     """End this rank, for others have died or hang."""
     newest = Checkpoints(directory / "checkpoints", run).newest()
     rest = f"goes on from the newest checkpoint, {newest.path}" if newest else "begins anew: there is no checkpoint yet"
-    print(
+    # What an orderly end waits for, such as the destructor of a communicator, may never come.
+    faulthandler.dump_traceback_later(_ORDERLY_END, exit=True)
+    raise SystemExit(
         f"alto_distributed pretrain: rank {os.environ['RANK']} lost contact with another rank: {reason}. That one has "
         f"died, or has not answered for training.timeout={run.training.timeout:g} seconds; what it or the launcher "
-        f"said tells why. The same command {rest}",
-        file=sys.stderr,
+        f"said tells why. The same command {rest}"
     )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # At once: what an orderly end would wait for, such as the destructor of a communicator, may never come.
-    os._exit(1)
 
 
 def plan(run: Run, world: int, directory: Path) -> str:

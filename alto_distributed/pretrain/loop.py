@@ -21,6 +21,7 @@ from .data import files
 from .data.samples import Samples
 from .engine import Engine, build
 from .logs import Log
+from .meeting import meet_anew
 from .memory import peak
 from .ranks import any_rank, find_out, wait_at_most
 from .schedule import learning_rate
@@ -40,6 +41,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
         Optimizer steps done. Fewer than ``training.iterations`` if it was told to stop.
     """
     find_out()
+    meet_anew(run.training.timeout)
     engine = build(run)
     wait_at_most(run.training.timeout)  # in the groups that the engine has made as well
     batches = Batches(run, engine)

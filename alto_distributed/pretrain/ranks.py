@@ -30,9 +30,9 @@ def find_out() -> None:
         world = MPI.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
         local = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
-        address, port = world.bcast((_address(), _free_port()) if rank == 0 else None)
+        address, port = world.bcast((_address(), free_port()) if rank == 0 else None)
     else:
-        rank, size, local, address, port = 0, 1, 0, "127.0.0.1", _free_port()
+        rank, size, local, address, port = 0, 1, 0, "127.0.0.1", free_port()
     values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "MASTER_ADDR": address, "MASTER_PORT": port}
     for name, value in values.items():
         os.environ.setdefault(name, str(value))
@@ -48,7 +48,7 @@ def _address() -> str:
     return number
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])
