@@ -4,6 +4,9 @@
 >>> optimizer = ALTO(param_groups(model), **recipe(global_batch_size=4096))
 """
 
+from . import torch_version  # noqa: F401  (first: with an older torch, what follows fails in its own ways)
+
+# isort: split
 from .adaptor import E
 from .config import Hyperparameters, recipe
 from .groups import param_groups

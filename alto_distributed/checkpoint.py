@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from . import state as states
 from .config import HYPERPARAMETER_NAMES, Hyperparameters
+from .errors import shown
 from .sharding import dtensor
 
 
@@ -32,6 +33,11 @@ def check_saved_state(
         raise ValueError(f"the checkpoint has no {', '.join(map(repr, missing))} for {where}; {advice}")
     for key in needed:
         value = saved[key]
+        if key == states.STEP:
+            _check_step(value, where)
+        elif not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.layout != torch.strided:
+            kind = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"the checkpoint's {key!r} for {where} must be a dense floating-point tensor, not {kind}")
         if key != states.STEP and dtensor.is_dtensor(param) != dtensor.is_dtensor(value):
             raise ValueError(
                 f"the checkpoint's {key!r} for {where} is a {type(value).__name__}, the parameter a "
@@ -44,8 +50,36 @@ def check_saved_state(
             )
 
 
+def _check_step(value: Any, where: str) -> None:
+    """Raise unless it is a number of steps. One on a GPU is taken on trust: it was written by an optimizer."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
+        raise ValueError(f"the checkpoint's {states.STEP!r} for {where} must be a number of steps, not {shown(value)}")
+
+
+def _check_form(state_dict: Any) -> None:
+    """Raise unless it is what ``torch.optim`` calls a state_dict."""
+    saved = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    states_of = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if not (
+        isinstance(saved, (list, tuple))
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in saved)
+        and all(isinstance(key, Hashable) for group in saved for key in group["params"])
+        and isinstance(states_of, Mapping)
+        and all(isinstance(state, Mapping) for state in states_of.values())
+    ):
+        raise ValueError(
+            "this is not an optimizer's state_dict: it should be {'state': {...}, 'param_groups': [...]}, with "
+            "'params' in every group; give what ALTO.state_dict() returned"
+        )
+
+
 def check_group_sizes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless the checkpoint has the optimizer's groups with as many parameters in each."""
+    _check_form(state_dict)
     here = [len(group["params"]) for group in groups]
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     if here != saved:
@@ -97,6 +131,7 @@ def load_exactly(
         check(final)
         seen.append(final)
 
+    _check_form(state_dict)  # torch copies it before it asks anyone
     handle = optimizer.register_load_state_dict_pre_hook(look)
     try:
         load(state_dict)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnknownHyperparameter
+from .errors import UnknownHyperparameter, shown
 
 LAYERWISE_MODES = ("decayed", "matrices", "all", "none")
 
@@ -64,11 +64,11 @@ class Hyperparameters:
         check(self, "weight_decay", _number("weight_decay", self.weight_decay, low=0.0))
         if self.layerwise not in LAYERWISE_MODES:
             raise ValueError(
-                f"layerwise={self.layerwise!r} is not one of {', '.join(map(repr, LAYERWISE_MODES))}"
+                f"layerwise={shown(self.layerwise)} is not one of {', '.join(map(repr, LAYERWISE_MODES))}"
                 f"{_did_you_mean(self.layerwise, LAYERWISE_MODES)}"
             )
         if not isinstance(self.bias_correction, bool):
-            raise ValueError(f"bias_correction={self.bias_correction!r} must be True or False")
+            raise ValueError(f"bias_correction={shown(self.bias_correction)} must be True or False")
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
@@ -119,6 +119,8 @@ def check_lr(lr: Any) -> float | torch.Tensor:
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr as a tensor must hold one number, got shape {tuple(lr.shape)}")
+        if not lr.is_floating_point() or lr.layout != torch.strided:
+            raise ValueError(f"lr as a tensor must hold a floating-point number, got {lr.dtype}, {lr.layout}")
         return lr
     return _number("lr", lr, low=0.0)
 
@@ -126,7 +128,7 @@ def check_lr(lr: Any) -> float | torch.Tensor:
 def check_betas(betas: Any) -> tuple[float, float, float]:
     if isinstance(betas, (str, bytes)) or not isinstance(betas, Sequence) or len(betas) != 3:
         raise ValueError(
-            f"betas={betas!r} must be three numbers (beta1 of the acceleration, beta2 of the first moment, "
+            f"betas={shown(betas)} must be three numbers (beta1 of the acceleration, beta2 of the first moment, "
             "beta3 of the second); Adam's (b1, b2) are ALTO's (beta2, beta3)"
         )
     beta1, beta2, beta3 = (check_beta(f"betas[{i}] (beta{i + 1})", beta) for i, beta in enumerate(betas))
@@ -153,7 +155,7 @@ def check_eps(eps: Any) -> tuple[float, float, float]:
     if isinstance(eps, (str, bytes)) or not isinstance(eps, Sequence):
         return _number("eps (eps1)", eps, low=0.0), DEFAULT_EPS2, DEFAULT_EPS3
     if len(eps) != 3:
-        raise ValueError(f"eps={eps!r} must be one number (eps1) or three (eps1, eps2, eps3)")
+        raise ValueError(f"eps={shown(eps)} must be one number (eps1) or three (eps1, eps2, eps3)")
     eps1, eps2, eps3 = (_number(f"eps[{i}] (eps{i + 1})", value, low=0.0) for i, value in enumerate(eps))
     return eps1, eps2, eps3
 
@@ -162,7 +164,7 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_N
     """Raise for the first name that is not a hyperparameter, with the nearest that is."""
     for name in names:
         raise UnknownHyperparameter(
-            f"{name!r} is not a hyperparameter of ALTO{_did_you_mean(name, known)} (it has: {', '.join(known)})"
+            f"{shown(name)} is not a hyperparameter of ALTO{_did_you_mean(name, known)} (it has: {', '.join(known)})"
         )
 
 
@@ -178,7 +180,7 @@ def refuse_near_misses(names: Iterable[str], known: Sequence[str] = HYPERPARAMET
         near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.8)
         if near and abs(len(near[0]) - len(name)) <= 2:
             raise UnknownHyperparameter(
-                f"parameter group key {name!r} is not a hyperparameter of ALTO; did you mean {near[0]!r}?"
+                f"parameter group key {shown(name)} is not a hyperparameter of ALTO; did you mean {near[0]!r}?"
             )
 
 
@@ -196,8 +198,11 @@ def _number(name: str, value: Any, *, low: float = -math.inf, below: float = mat
     else:
         allowed = f"a number in [{low:g}, {below:g})"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name}={value!r} must be {allowed}, not a {type(value).__name__}")
-    result = float(value)
+        raise ValueError(f"{name}={shown(value)} must be {allowed}, not a {type(value).__name__}")
+    try:
+        result = float(value)
+    except OverflowError:  # a whole number may have any number of digits
+        result = math.inf
     if not math.isfinite(result) or not low <= result < below:
         raise ValueError(f"{name}={result!r} is out of range: it must be {allowed}")
     return result

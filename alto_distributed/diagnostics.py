@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from .errors import shown
 from .sharding.norms import NormTable, sums_dtype
 from .update.chunked import chunks
 from .update.pieces import Piece
@@ -38,7 +39,7 @@ class Diagnostics:
 
     def __init__(self, every: int) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ValueError(f"diagnostics_every={every!r} must be a whole number of steps, or 0 for never")
+            raise ValueError(f"diagnostics_every={shown(every)} must be a whole number of steps, or 0 for never")
         self.every = every
         self._held: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._sums: dict[torch.device, torch.Tensor] = {}

@@ -1,14 +1,28 @@
 """The errors a user can cause, each a ValueError.
 
-Two of them also carry the type that PyTorch or Python would have raised at the same place, so that
+Three of them also carry the type that PyTorch or Python would have raised at the same place, so that
 code written against ``torch.optim`` keeps catching them.
 """
 
+from typing import Any
+
 import torch
+
+_LONGEST = 200
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its repr on one line, cut where it gets long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class UnknownHyperparameter(ValueError, TypeError):
     """A name that ALTO does not have. Python itself raises TypeError for an unexpected argument."""
+
+
+class UnsupportedVersion(ValueError, ImportError):
+    """A framework that this package was not made for. Found out at import, where Python raises ImportError."""
 
 
 class UnsupportedTensor(ValueError, RuntimeError):

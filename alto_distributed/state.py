@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .errors import shown
 from .sharding import dtensor
 
 EXP_AVG = "exp_avg"
@@ -24,7 +25,7 @@ def check_dtype(option: str, dtype: Any) -> torch.dtype | None:
     known: dict[Any, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None
     if name not in known:
-        raise ValueError(f"{option}={dtype!r} is not one of 'float32', 'bfloat16'")
+        raise ValueError(f"{option}={shown(dtype)} is not one of 'float32', 'bfloat16'")
     return known[name]
 
 

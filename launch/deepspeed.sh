@@ -11,7 +11,7 @@ set -euo pipefail
 PY=${PY:-python}
 if [ -n "${HOSTFILE:-}" ]; then
     where=(--hostfile "$HOSTFILE")
-    world=$(awk -F 'slots=' '{ n += $2 } END { print n }' "$HOSTFILE")
+    world=$(awk -F 'slots=' '{ n += $2 } END { print n + 0 }' <"$HOSTFILE") # as an argument, "a=b" would be an assignment
 else
     world=${GPUS:-2}
     where=(--num_gpus "$world")

@@ -7,13 +7,14 @@
 #   RUN=...      directory of the run (default: a new one in runs/)
 #   DRY_RUN=1    print the commands, the batch arithmetic and the memory, and stop
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=../scripts/setup.sh
 source "$(dirname "$0")/../scripts/setup.sh"
 cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 # bf16 products die with SIGILL on hosts that advertise AMX without letting it be used.
 export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning} # of torch, about DeepSpeed
-export PATH="$(dirname "$PY"):$PATH" # DeepSpeed looks for ninja there
+PATH=$(dirname "$PY"):$PATH # DeepSpeed looks for ninja there
 RUN=${RUN:-runs/tiny-$(date +%Y%m%d-%H%M%S)}
 
 prepare=("$PY" -m alto_distributed prepare --output data/stdlib --tokenizer bpe --vocabulary 1024)

@@ -13,6 +13,8 @@ set -euo pipefail
 PY=${PY:-python}
 GPUS=${GPUS:-$("$PY" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 NODES=${NODES:-1}
+# bash would run what stands in $(( )), if it is no number: PATH[$(command)].
+case $NODES$GPUS in *[!0-9]*) echo "NODES and GPUS must be whole numbers, not $NODES and $GPUS" >&2 && exit 2 ;; esac
 if [ "$NODES" -gt 1 ]; then
     where=(--nnodes "$NODES" --node-rank "${NODE:?number of this machine, from 0}"
         --rdzv-backend c10d --rdzv-endpoint "${MASTER:?host:port of the first machine}")

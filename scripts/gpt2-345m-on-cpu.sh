@@ -5,13 +5,15 @@
 #   RANKS=2      processes on this machine
 #   RUN=...      directory of the run (default: a new one in runs/)
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "$0")/setup.sh"
 cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
-export PATH="$(dirname "$PY"):$PATH"
+PATH=$(dirname "$PY"):$PATH
 RUN=${RUN:-runs/345m-on-cpu-$(date +%Y%m%d-%H%M%S)}
 RANKS=${RANKS:-2}
+case $RANKS in *[!0-9]*) echo "RANKS must be a whole number, not $RANKS" >&2 && exit 2 ;; esac
 
 "$PY" -m alto_distributed prepare --output data/stdlib --tokenizer bpe --vocabulary 1024
 # In float32: few CPUs have bf16 products, and without them those take twelve times as long. Without dropout: with it,

@@ -13,6 +13,6 @@ stamp=$({ cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" "$ROOT/scripts/setu
 if [ "$(cat "$ROOT/.venv/.stamp" 2>/dev/null)" != "$stamp" ]; then
     echo "setting up .venv (once) ..." >&2
     "$PYTHON" -m venv "$ROOT/.venv"
-    "$PY" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    "$PY" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[dev]"
     echo "$stamp" >"$ROOT/.venv/.stamp"
 fi

@@ -4,6 +4,7 @@
 #   EXHAUSTIVE=1  also the variations that everyday runs leave out, such as every setting at four ranks
 #   JOBS=2        test files that run at a time; 0 runs them one after the other in this process
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "$0")/setup.sh"
 cd "$ROOT"
 "$PY" -m ruff check .

@@ -5,6 +5,7 @@ killed or continued elsewhere must not show.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import shutil
@@ -15,6 +16,9 @@ import time
 
 import psutil
 import pytest
+import torch
+
+from alto_distributed.pretrain import manifest
 
 from .launcher import EXHAUSTIVE, REPO, environment
 from .processes import MPI_AS_ROOT, beside_python, free_port, run
@@ -82,6 +86,32 @@ def checkpoints(into):
     return sorted(path.name for path in (into / "checkpoints").iterdir())
 
 
+def checkpoint_bits(into, step):
+    """Checksums of all weights and states. Not of Megatron's index of them, which holds an id drawn anew, and not of
+    the bytes around DeepSpeed's tensors: a pickle of equal objects may be another one."""
+    path = into / "checkpoints" / f"step-{step:08d}"
+    files = {name: entry for name, entry in manifest.read(path).files.items() if entry.states and name != ".metadata"}
+    bits = {}
+    for name, entry in files.items():
+        bits[name] = entry.checksum
+        if name.endswith(".pt") and "saved/" in name:
+            bits[name] = {key: digest(value) for key, value in tensors(torch.load(path / name, weights_only=False))}
+    assert sum(len(entry.states) for entry in files.values()) > 30
+    return bits
+
+
+def tensors(value, where=""):
+    if isinstance(value, torch.Tensor):
+        yield where, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors(inner, f"{where}.{key}")
+
+
+def digest(tensor):
+    return tensor.dtype, tensor.shape, hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
 def begun_from(whole, engine, step, into):
     """A run's directory as it was after ``step``, to go on from."""
     (into / "checkpoints").mkdir(parents=True)
@@ -91,21 +121,54 @@ def begun_from(whole, engine, step, into):
     return into
 
 
-def start_and_signal(command, into, number, after):
-    """Start a run and send all of its processes a signal as soon as a checkpoint of step ``after`` is there."""
+@contextlib.contextmanager
+def started(command, into, after, **variables):
+    """A run that has just saved its checkpoint of step ``after``. Whatever is left of it in the end is killed."""
     wanted = into / "checkpoints" / f"step-{after:08d}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=REPO, env=environment(), start_new_session=True, **pipes) as process:
-        deadline = time.monotonic() + 200
-        while not wanted.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        # Ranks are in sessions of their own, and would outlive torchrun.
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
-        output, _ = process.communicate(timeout=120)
-    assert wanted.exists(), output[-4000:]
-    return output
+    variables = environment(**variables)
+    with subprocess.Popen(command, cwd=REPO, env=variables, start_new_session=True, **pipes) as process:
+        try:
+            deadline = time.monotonic() + 200
+            while not wanted.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if not wanted.exists():
+                pytest.fail(f"there is no {wanted}: {end_of(process)}")
+            yield process
+        finally:
+            if process.poll() is None:
+                signal_all(process, signal.SIGKILL)
+
+
+def signal_all(process, number):
+    """Ranks are in sessions of their own, and would outlive torchrun."""
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
+
+
+def end_of(process):
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=5)[0][-4000:]
+    return "it is still running"
+
+
+def start_and_signal(command, into, number, after):
+    """Start a run and send all of its processes a signal as soon as a checkpoint of step ``after`` is there."""
+    with started(command, into, after) as process:
+        signal_all(process, number)
+        return process.communicate(timeout=120)[0]
+
+
+def rank_process(process, rank):
+    """The process of a rank that torchrun has started."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    (found,) = [child for child in children if child.environ().get("RANK") == str(rank)]
+    return found
+
+
+#: What no log, report or checkpoint may show.
+SECRETS = dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD"), "canary-6d1f")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +176,7 @@ def whole(data, tmp_path_factory):
     """Runs that nothing happened to, by engine, and what they printed. Started by mpirun, the others by torchrun."""
     folder, said = tmp_path_factory.mktemp("whole"), {}
     for engine in ENTRIES:
-        said[engine] = run([*mpirun(2), *arguments(engine, data, folder / engine)], **MPI_AS_ROOT)
+        said[engine] = run([*mpirun(2), *arguments(engine, data, folder / engine)], **MPI_AS_ROOT, **SECRETS)
     return folder, said
 
 
@@ -147,6 +210,16 @@ def test_both_engines_train_the_same_model_step_by_step(whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENTRIES)
+def test_nothing_of_the_environment_is_written_down(engine, whole):
+    folder, said = whole
+    files = [path for path in (folder / engine).rglob("*") if path.is_file()]
+    assert {"run.json", "manifest.json", "metrics.jsonl", "report.md"} <= {path.name for path in files}
+    assert "canary" not in said[engine]
+    assert not [path for path in files if b"canary" in path.read_bytes()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENTRIES)
 def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, data, tmp_path):
     """kill -9 of torchrun and every rank in mid-run."""
     folder, _ = whole
@@ -157,7 +230,58 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, data, tmp_pa
     said = run(command)
     assert "resumed from" in said
     assert losses(into) == losses(folder / engine)  # to the last digit
+    assert checkpoint_bits(into, EVERY) == checkpoint_bits(folder / engine, EVERY)  # the same seed twice
+    assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)  # resumed and not
     assert records(into)[-1]["valid_loss"] == records(folder / engine)[-1]["valid_loss"]
+
+
+DEEPSPEED_AND_EXHAUSTIVELY_MEGATRON = [
+    "deepspeed",
+    pytest.param("megatron", marks=pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", DEEPSPEED_AND_EXHAUSTIVELY_MEGATRON)
+def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data, tmp_path):
+    """Nobody does anything: it goes on from its newest checkpoint, and ends as if nothing had been."""
+    folder, _ = whole
+    into = tmp_path / "run"
+    with started([*torchrun(2), "--max-restarts=1", *arguments(engine, data, into)], into, after=EVERY) as process:
+        rank_process(process, 1).kill()
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output[-4000:]
+    assert "alto_distributed pretrain: rank 0 lost contact with another rank: Connection closed" in output
+    assert "The same command goes on from the newest checkpoint, " in output
+    assert output.count("resumed from") == 1, output[-4000:]
+    assert losses(into) == losses(folder / engine)  # to the last digit
+    assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", DEEPSPEED_AND_EXHAUSTIVELY_MEGATRON)
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, data, tmp_path):
+    """Stopped by SIGSTOP: it is there, holds its connections, and never answers."""
+    into, seconds = tmp_path / "run", 12
+    command = [sys.executable, *arguments(engine, data, into, f"training.timeout={seconds}", "evaluation.every=0")]
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    other = {**meet, "RANK": "1", "LOCAL_RANK": "1"}
+    with subprocess.Popen(command, cwd=REPO, env=environment(**other), stdout=subprocess.DEVNULL) as hanging:
+        try:
+            with started(command, into, EVERY, **meet, RANK="0", LOCAL_RANK="0") as process:
+                hanging.send_signal(signal.SIGSTOP)
+                began = time.monotonic()
+                output, _ = process.communicate(timeout=seconds + 60)
+                waited = time.monotonic() - began
+        finally:
+            hanging.kill()
+    assert process.returncode == 1, output[-4000:]
+    assert seconds - 2 < waited < seconds + 20, waited  # the machine may be busy
+    (said,) = [line for line in output.splitlines() if line.startswith("alto_distributed pretrain: ")]
+    assert "rank 0 lost contact with another rank: Timed out waiting 12000ms" in said
+    assert "has not answered for training.timeout=12 seconds" in said
+    newest = checkpoints(into)[-1]
+    assert said.endswith(f"The same command goes on from the newest checkpoint, {into}/checkpoints/{newest}")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..pretrain.engine import Step
 from ..pretrain.model import build_model, inputs_of, next_token_loss, seed_dropout
 from ..pretrain.together import same_settings
 from . import pretrain_checkpoint
-from .pretrain_config import deepspeed_config
+from .pretrain_config import deepspeed_config, refuse_what_deepspeed_refuses
 from .register import _not_stepping, register
 
 
@@ -39,7 +40,7 @@ def build(run: Run) -> PretrainEngine:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} not set: start the run with torchrun, deepspeed or mpirun")
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=run.training.timeout))
     same_settings(run)
     return PretrainEngine(run)
 
@@ -52,6 +53,7 @@ class PretrainEngine:
         self.data_parallel_rank = int(dist.get_rank())
         self.data_parallel_size = int(dist.get_world_size())
         config = deepspeed_config(run, self.data_parallel_size)
+        refuse_what_deepspeed_refuses(config, run.deepspeed.config)
         model = build_model(run)
         groups = optimizers.build_groups(run, model)
         # DeepSpeed builds ALTO itself, from the JSON; the others it is given.

@@ -6,13 +6,16 @@ something else, it is refused, for one of the two would silently not be what is 
 
 from __future__ import annotations
 
+import copy
+import difflib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.config import DeepSpeedConfig
+
 from ..config import check_eps
-from ..pretrain import optimizers
+from ..pretrain import deepspeed_json, optimizers
 from ..pretrain.config import Run
 
 _REFUSED = {
@@ -21,6 +24,15 @@ _REFUSED = {
     "torch_autocast": "the precision is the run's: training.precision",
     "tensor_parallel": "this engine is data-parallel; for tensor parallelism set engine: megatron",
 }
+
+#: Keys that change what is trained, and how. DeepSpeed ignores one that is misspelt; others may be anybody's.
+_KNOWN = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "optimizer", "scheduler", "checkpoint"),
+    *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "activation_checkpointing"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "managed_gradient_accumulation", "aio"),
+    *("disable_allgather", "sparse_gradients", "seq_parallel_communication_data_type", "gradient_allreduce_op"),
+)
 
 
 def deepspeed_config(run: Run, data_parallel: int) -> dict[str, Any]:
@@ -34,7 +46,7 @@ def deepspeed_config(run: Run, data_parallel: int) -> dict[str, Any]:
         ValueError: the JSON cannot be read, or says something else than the run, or something that this engine does
             not do.
     """
-    config = _read(run.deepspeed.config)
+    config = deepspeed_json.read(run.deepspeed.config)
     _refuse(config)
     training = run.training
     _agree(config, "train_batch_size", training.global_batch, "training.global_batch")
@@ -48,12 +60,10 @@ def deepspeed_config(run: Run, data_parallel: int) -> dict[str, Any]:
     if "bfloat16" in config:  # an older spelling, which DeepSpeed reads only where "bf16" is missing
         config.setdefault("bf16", config.pop("bfloat16"))
     for precision in ("bf16", "fp16"):
-        section = config.setdefault(precision, {})
-        if not isinstance(section, dict):
-            raise ValueError(f'the DeepSpeed JSON\'s "{precision}" should be an object like {{"enabled": true}}')
+        section = config[precision] = config.get(precision) or {}
         wanted = training.precision == precision
         _agree(section, "enabled", wanted, f"training.precision={training.precision}, so {precision}", f"{precision}.")
-    if training.precision == "fp16" and zero_stage(config) == 0:
+    if training.precision == "fp16" and deepspeed_json.zero_stage(config) == 0:
         raise ValueError(
             "fp16 needs ZeRO: without it DeepSpeed does not scale the loss. Name a JSON with stage 1 or more in "
             "deepspeed.config, such as configs/deepspeed/pretrain-stage1.json, or set training.precision: bf16"
@@ -62,22 +72,20 @@ def deepspeed_config(run: Run, data_parallel: int) -> dict[str, Any]:
     return config
 
 
-def zero_stage(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage that a config asks for."""
-    zero = config.get("zero_optimization", {})
-    return int(zero.get("stage", 0)) if isinstance(zero, dict) else 0
+def refuse_what_deepspeed_refuses(config: dict[str, Any], name: str) -> None:
+    """Have DeepSpeed read a config, for its errors are of many kinds, and come late.
 
-
-def _read(name: str) -> dict[str, Any]:
-    if not name:
-        return {}
+    Raises:
+        ValueError: it does not take it.
+    """
     try:
-        config = json.loads(Path(name).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"deepspeed.config: {name} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"deepspeed.config: {name} holds a {type(config).__name__}, and should hold an object")
-    return config
+        DeepSpeedConfig(copy.deepcopy(config))
+    except Exception as error:  # assertions, pydantic's, TypeError and KeyError from wrong types
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"deepspeed.config: DeepSpeed does not take {name or 'what the run says'}: {type(error).__name__}: "
+            f"{said[:400]}"
+        ) from error
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
@@ -85,6 +93,10 @@ def _refuse(config: Mapping[str, Any]) -> None:
         section = config.get(key)
         if section and not (isinstance(section, dict) and section.get("enabled") is False):
             raise ValueError(f'remove "{key}" from the DeepSpeed JSON: {reason}')
+    for key in config:
+        near = [] if key in _KNOWN else difflib.get_close_matches(key.lower(), _KNOWN, n=1, cutoff=0.85)
+        if near:
+            raise ValueError(f'the DeepSpeed JSON has "{key}", which DeepSpeed would ignore; did you mean "{near[0]}"?')
     checkpoint = config.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("load_universal"):
         raise ValueError(
@@ -123,7 +135,11 @@ def _optimizer(config: dict[str, Any], run: Run) -> None:
 
 
 def _compare(theirs: Any, kind: str, arguments: Mapping[str, Any]) -> None:
-    named = theirs.get("type") if isinstance(theirs, dict) else theirs
+    if not isinstance(theirs, dict) or not isinstance(theirs.get("params") or {}, dict):
+        raise ValueError(
+            'the DeepSpeed JSON\'s "optimizer" should be an object like {"type": "ALTO", "params": {...}}; remove it'
+        )
+    named = theirs.get("type")
     if str(named).lower() != kind.lower():
         raise ValueError(
             f'the DeepSpeed JSON has "optimizer" of type {json.dumps(named)}, and the run has {kind}; remove '

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def build(run: Run) -> MegatronEngine:
     """The engine of :mod:`alto_distributed.pretrain.engine`. Called by all ranks."""
     device = _device()
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        limit = timedelta(seconds=run.training.timeout)
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=limit)
     same_settings(run)
     layout = run.megatron
     parallel_state.initialize_model_parallel(layout.tensor_parallel, layout.pipeline_parallel)

@@ -10,6 +10,8 @@ import megatron.core
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from ..errors import UnsupportedVersion
+
 #: A release, and the state of Megatron-LM's main branch in August 2026. Shards are read from private
 #: fields of the distributed optimizer, and a checkpoint's states are collected by its methods; both
 #: change between releases without notice.
@@ -35,10 +37,10 @@ _EXPECTED = {
 
 
 def check_version() -> None:
-    """Raise a ValueError if the installed megatron-core is not one whose internals are known."""
+    """Raise an UnsupportedVersion if the installed megatron-core is not one whose internals are known."""
     found = re.match(r"\d+\.\d+\.\d+", megatron.core.__version__)
     if found is None or found.group() not in SUPPORTED_VERSIONS:
-        raise ValueError(
+        raise UnsupportedVersion(
             f"alto_distributed supports megatron-core {' and '.join(SUPPORTED_VERSIONS)}, and "
             f"{megatron.core.__version__} is installed. It reads how private buffers are laid out, which changes "
             f"between releases; pip install megatron-core=={SUPPORTED_VERSIONS[0]}"
@@ -60,7 +62,7 @@ def check_version() -> None:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ValueError(
+    raise UnsupportedVersion(
         f"this megatron-core calls itself {megatron.core.__version__}, but {what}, so its internals are not the ones "
         f"alto_distributed knows; use megatron-core=={SUPPORTED_VERSIONS[0]} with the Megatron-LM that goes with it"
     )

@@ -20,18 +20,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import shown
 from . import manifest
 from .config import Run
 from .engine import Engine
 from .manifest import Entry, Manifest
 from .memory import parameter_count
+from .reading import parse_json
 from .together import on_every_rank, on_first_rank
 from .writing import Written, recording
 
 #: What a resumed run may change; anything else would make it another run.
 _FREE = (
-    *("logs", "evaluation", "checkpoints", "deepspeed", "megatron", "data.directory"),
-    *("training.micro_batch", "training.recompute"),
+    *("logs", "evaluation", "checkpoints", "deepspeed", "megatron", "data.directory", "data.verify"),
+    *("training.micro_batch", "training.recompute", "training.timeout"),
 )
 
 _ABOUT = "run.json"
@@ -189,8 +191,8 @@ class Checkpoints:
             raise ValueError(
                 f"{checkpoint.path} is damaged and was not loaded: {'; '.join(damage)}. {self._instead(checkpoint)}"
             )
-        about = on_first_rank(lambda: json.loads((checkpoint.path / _ABOUT).read_text()))
-        changed = list(differences(about["settings"], self.run.as_dict()))
+        saved = on_first_rank(lambda: _settings(checkpoint.path / _ABOUT))
+        changed = list(differences(saved, self.run.as_dict()))
         if changed:
             raise ValueError(
                 f"{checkpoint.path} was written by a run with other settings: {'; '.join(changed)}. Go on with those, "
@@ -226,6 +228,15 @@ class Checkpoints:
         return manifest.problems(checkpoint.path, whole, share, sizes_only=sizes_only)
 
 
+def _settings(path: Path) -> Mapping[str, Any]:
+    """Those of the run that saved."""
+    about = parse_json(path.read_bytes(), str(path))
+    settings = about.get("settings") if isinstance(about, dict) else None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} does not hold the settings of a run")
+    return settings
+
+
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any], where: str = "") -> Iterator[str]:
     """ "training.seed was 1, is 2" for everything that a resumed run must not change."""
     for key in sorted({*saved, *here}):
@@ -236,7 +247,7 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any], where: str = 
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             yield from differences(before, now, f"{name}.")
         else:
-            yield f"{name} was {before!r}, is {now!r}"
+            yield f"{name} was {shown(before)}, is {shown(now)}"
 
 
 def _mib(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import shlex
 import subprocess
@@ -10,9 +11,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
-from . import config, estimate, memory, report
+from . import config, estimate, memory, ranks, report
+from .checkpoints import Checkpoints
 from .config import Run
+
+#: Seconds that a rank which has lost the others may take to end.
+_ORDERLY_END = 20
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -92,10 +98,29 @@ def _pretrain(options: argparse.Namespace) -> None:
         return
     from .loop import train
 
-    steps = train(run, directory, options.stop_at)
+    try:
+        steps = train(run, directory, options.stop_at)
+    except RuntimeError as error:
+        reason = ranks.lost_contact(error)
+        if reason is None:
+            raise
+        _end_alone(run, directory, reason)
     if steps == run.training.iterations and int(os.environ["RANK"]) == 0:
         text, drawing = report.write([directory], directory)
         print(f"{text}\n\nfigure: {drawing}")
+
+
+def _end_alone(run: Run, directory: Path, reason: str) -> NoReturn:
+    """End this rank, for others have died or hang."""
+    newest = Checkpoints(directory / "checkpoints", run).newest()
+    rest = f"goes on from the newest checkpoint, {newest.path}" if newest else "begins anew: there is no checkpoint yet"
+    # What an orderly end waits for, such as the destructor of a communicator, may never come.
+    faulthandler.dump_traceback_later(_ORDERLY_END, exit=True)
+    raise SystemExit(
+        f"alto_distributed pretrain: rank {os.environ['RANK']} lost contact with another rank: {reason}. That one has "
+        f"died, or has not answered for training.timeout={run.training.timeout:g} seconds; what it or the launcher "
+        f"said tells why. The same command {rest}"
+    )
 
 
 def plan(run: Run, world: int, directory: Path) -> str:
@@ -105,6 +130,8 @@ def plan(run: Run, world: int, directory: Path) -> str:
         ValueError: the batch does not divide over the ranks, or the ranks not over the model.
     """
     model_parallel = run.model_parallel
+    if not 1 <= world < 2**31:
+        raise ValueError(f"--world {world}: there must be a rank at least, and not more than anybody has")
     if world % model_parallel:
         raise ValueError(
             f"{world} ranks are not a multiple of tensor_parallel x pipeline_parallel = {model_parallel}; add ranks, "

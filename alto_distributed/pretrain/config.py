@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ..errors import shown
+from .reading import parse_yaml, read_settings, refuse_monsters
 
 ENGINES = ("deepspeed", "megatron")
 PRECISIONS = ("bf16", "fp16", "fp32")
 SCHEDULES = ("constant", "cosine", "poly")
+_LONGEST_CHAIN = 16  # of files that extend each other
+_LONGEST_WAIT = 10_000_000  # seconds: four months, which every backend can count
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Model:
 class Data:
     directory: str = "data/stdlib"
     """What ``python -m alto_distributed prepare`` wrote."""
+    verify: bool = True
+    """Read it once at every start, on the first rank, and compare its checksums: about a second a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,9 @@ class Training:
     recompute: bool = False
     """Keep only the inputs of each layer for the backward pass and compute the rest again: less memory, a third more
     arithmetic, the same numbers."""
+    timeout: float = 1800.0
+    """Seconds that a rank waits for the others in one exchange before it gives the run up (RELIABILITY.md). It must be
+    longer than the slowest rank lags behind the fastest, checkpoints included."""
 
 
 @dataclass(frozen=True)
@@ -186,20 +194,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Run:
         name, equals, value = override.partition("=")
         section, dot, key = name.strip().partition(".")
         if not equals or not section or (dot and not key):
-            raise ValueError(f"{override!r} is not an override; write section.key=value, like training.iterations=100")
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"the value of {override!r} is not YAML: {error}") from None
+            raise ValueError(
+                f"{shown(override)} is not an override; write section.key=value, like training.iterations=100"
+            )
+        parsed = parse_yaml(value, f"the value of {shown(override)}")
         if dot:
             inner = settings.setdefault(section, {})
             if not isinstance(inner, dict):
-                raise ValueError(f"{section!r} has no keys of its own, so {override!r} cannot set one")
+                raise ValueError(f"{section!r} has no keys of its own, so {shown(override)} cannot set one")
             *sections, last = key.split(".")
             for step in sections:
                 inner = inner.setdefault(step, {})
                 if not isinstance(inner, dict):
-                    raise ValueError(f"{override!r}: {step!r} has no keys of its own")
+                    raise ValueError(f"{shown(override)}: {shown(step)} has no keys of its own")
             inner[last] = parsed
         else:
             settings[section] = parsed
@@ -208,21 +215,20 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 def parse(settings: Mapping[str, Any]) -> Run:
     """A run's settings from nested dictionaries, such as :meth:`Run.as_dict` gives."""
+    refuse_monsters(settings, "the settings")
     return typing.cast(Run, _build(Run, settings, ""))
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name that is too long, or has a zero byte
+        raise ValueError(f"the settings {shown(str(path))} cannot be read: {error}") from None
     if path in seen:
         raise ValueError(f"{path} extends itself, by way of {', '.join(str(p.name) for p in seen)}")
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the settings {path} cannot be read: {error}") from None
-    try:
-        settings = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+    if len(seen) == _LONGEST_CHAIN:
+        raise ValueError(f"{path}: more than {_LONGEST_CHAIN} settings files extend each other")
+    settings = parse_yaml(read_settings(path, f"the settings {path}"), str(path))
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds a {type(settings).__name__}, and should hold sections: model, training, ...")
@@ -233,7 +239,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return settings
     if not isinstance(base, str):
-        raise ValueError(f"{path}: extends={base!r} should be the name of another settings file")
+        raise ValueError(f"{path}: extends={shown(base)} should be the name of another settings file")
     return _merged(_read(path.parent / base, (*seen, path)), settings)
 
 
@@ -249,7 +255,7 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _build(cls: type, settings: Any, where: str) -> Any:
     if not isinstance(settings, Mapping):
-        raise ValueError(f"{where or 'the settings'} should be a section with keys, not {settings!r}")
+        raise ValueError(f"{where or 'the settings'} should be a section with keys, not {shown(settings)}")
     hints, known = typing.get_type_hints(cls), [f.name for f in fields(cls)]
     values = {}
     for key, value in settings.items():
@@ -257,7 +263,7 @@ def _build(cls: type, settings: Any, where: str) -> Any:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"there is no setting {name!r}{hint} (known here: {', '.join(known)})")
+            raise ValueError(f"there is no setting {shown(name)}{hint} (known here: {', '.join(known)})")
         values[key] = _build(hints[key], value, name) if is_dataclass(hints[key]) else _value(hints[key], value, name)
     return cls(**values)
 
@@ -274,7 +280,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
             pass
     elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
         return value
-    raise ValueError(f"{name}={value!r} should be {_KINDS[wanted]}")
+    raise ValueError(f"{name}={shown(value)} should be {_KINDS[wanted]}")
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "keys with values"}
@@ -290,7 +296,7 @@ def _problems(run: Run) -> typing.Iterator[str]:
     }
     for name, (choice, known) in choices.items():
         if choice not in known:
-            yield f"{name}={choice!r} is not one of {', '.join(known)}"
+            yield f"{name}={shown(choice)} is not one of {', '.join(known)}"
     at_least: dict[int, dict[str, float]] = {
         1: {
             "model.layers": m.layers,
@@ -301,6 +307,7 @@ def _problems(run: Run) -> typing.Iterator[str]:
             "training.iterations": t.iterations,
             "training.global_batch": t.global_batch,
             "training.micro_batch": t.micro_batch,
+            "training.timeout": t.timeout,
             "checkpoints.keep": run.checkpoints.keep,
             "logs.every": run.logs.every,
             "megatron.tensor_parallel": run.megatron.tensor_parallel,
@@ -324,10 +331,12 @@ def _problems(run: Run) -> typing.Iterator[str]:
     for bound, values in at_least.items():
         for name, value in values.items():
             if not bound <= value < 2**63:  # also refuses NaN
-                yield f"{name}={value!r} is out of range: it must be a number from {bound} on"
+                yield f"{name}={shown(value)} is out of range: it must be a number from {bound} on"
     for name, share in {"model.dropout": m.dropout, "schedule.final": s.final}.items():
         if not 0 <= share <= 1:
             yield f"{name}={share!r} must lie between 0 and 1"
+    if t.timeout > _LONGEST_WAIT:
+        yield f"training.timeout={t.timeout:g} is out of range: it must be at most {_LONGEST_WAIT} seconds"
     if m.hidden % m.heads:
         yield f"model.hidden={m.hidden} must be a multiple of model.heads={m.heads}"
     if s.warmup > t.iterations:

@@ -107,11 +107,22 @@ def read(directory: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not a record; the file was changed or damaged") from None
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number} is not a record; the file was changed or damaged")
     return records
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A record with numbers by name, or None if the line is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return record if all(isinstance(value, (int, float)) for value in record.values()) else None

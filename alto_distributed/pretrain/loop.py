@@ -17,11 +17,13 @@ import torch.distributed as dist
 from ..diagnostics import Reading
 from .checkpoints import Checkpoints
 from .config import Run
+from .data import files
 from .data.samples import Samples
 from .engine import Engine, build
 from .logs import Log
+from .meeting import meet_anew
 from .memory import peak
-from .ranks import any_rank, find_out
+from .ranks import any_rank, find_out, wait_at_most
 from .schedule import learning_rate
 from .throughput import utilisation
 from .together import on_first_rank
@@ -39,7 +41,9 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
         Optimizer steps done. Fewer than ``training.iterations`` if it was told to stop.
     """
     find_out()
+    meet_anew(run.training.timeout)
     engine = build(run)
+    wait_at_most(run.training.timeout)  # in the groups that the engine has made as well
     batches = Batches(run, engine)
     checkpoints = Checkpoints(directory / "checkpoints", run)
     step, last = 0, run.training.iterations
@@ -122,6 +126,8 @@ class Batches:
         self._run = run
         self._rank = engine.data_parallel_rank, engine.data_parallel_size
         run.accumulation(engine.data_parallel_size)  # refuses what does not divide, before anything is read
+        if run.data.verify:
+            on_first_rank(lambda: files.verify(run.data.directory, *files.SPLITS))
         self._splits = {split: self._samples(split) for split in ("train", "valid")}
         self.no_test = ""
         """Why there will be no test at the end; a run goes without one rather than not at all."""

@@ -11,12 +11,15 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+
+from ..errors import shown
+from .reading import parse_json
 
 NAME = "manifest.json"
 _VERSION = 1
@@ -77,22 +80,53 @@ def read(directory: Path) -> Manifest:
     Raises:
         ValueError: there is none, or it is not as it was written.
     """
-    path = directory / NAME
     try:
-        content = json.loads(path.read_bytes())
-        checksum = content.pop("checksum")
+        content = parse_json((directory / NAME).read_bytes(), NAME)
     except FileNotFoundError:
         raise ValueError(
             f"{NAME}: missing; it was written by a version before there was one, or not by this program"
         ) from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{NAME}: cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{NAME}: cannot be read (it holds a {type(content).__name__}, and should hold an object)")
+    checksum = content.pop("checksum", None)
     if checksum != _checksum(content):
         raise ValueError(f"{NAME}: changed since it was written: its checksum is another")
-    if content["version"] != _VERSION:
-        raise ValueError(f"{NAME}: of version {content['version']}, and this program reads version {_VERSION}")
-    files = {name: Entry(**entry) for name, entry in content["files"].items()}
-    return Manifest(content["step"], content["world_size"], content["versions"], files)
+    version = content.pop("version", None)
+    if version != _VERSION:
+        raise ValueError(f"{NAME}: of version {shown(version)}, and this program reads version {_VERSION}")
+    for wrong in _not_as_written(content):
+        raise ValueError(f"{NAME}: not written by this program: {wrong}")
+    return Manifest(**{**content, "files": {name: Entry(**entry) for name, entry in content["files"].items()}})
+
+
+def _not_as_written(content: Mapping[str, Any]) -> Iterator[str]:
+    """What no manifest has, for its checksum can be made by anyone: other fields, other types, files elsewhere."""
+    if set(content) != {field.name for field in fields(Manifest)}:
+        yield f"it has the fields {shown(sorted(content))}"
+    if not _is_count(content["step"]) or not _is_count(content["world_size"]):
+        yield "its step and world_size are not numbers"
+    if not _is_text(content["versions"]):
+        yield "its versions are not text"
+    if not isinstance(content["files"], dict):
+        yield "its files are not a list by name"
+    for name, entry in content["files"].items():
+        parts = PurePosixPath(name).parts
+        if not name.isprintable() or name.startswith("/") or ".." in parts or not parts:
+            yield f"{shown(name)} is not a file inside the checkpoint"
+        if not isinstance(entry, dict) or set(entry) != {field.name for field in fields(Entry)}:
+            yield f"it does not say of {shown(name)} what it should"
+        if not (_is_count(entry["bytes"]) and _is_count(entry["rank"]) and isinstance(entry["checksum"], str)):
+            yield f"bytes, rank and checksum of {shown(name)} are not numbers and text"
+        if not _is_text(entry["states"]):
+            yield f"the states of {shown(name)} are not text"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(inner, str) for inner in value.values())
 
 
 def problems(directory: Path, manifest: Manifest, names: Iterable[str], *, sizes_only: bool = False) -> list[str]:

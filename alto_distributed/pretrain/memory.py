@@ -6,14 +6,14 @@ for orientation.
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..errors import shown
+from . import deepspeed_json
 from .config import Run
 from .footprint import STATES, Footprint, Setting, footprint
 from .sizes import count, of_model
@@ -42,7 +42,7 @@ def setting_of(run: Run, world: int) -> Setting:
     }
     if run.engine == "megatron":
         return Setting(**common, distributed_optimizer=run.megatron.distributed_optimizer)
-    config = _read(run.deepspeed.config)
+    config = deepspeed_json.read(run.deepspeed.config)
     zero = config.get("zero_optimization") or {}
     contiguous = zero.get("contiguous_gradients", True)
     named = {
@@ -52,15 +52,15 @@ def setting_of(run: Run, world: int) -> Setting:
         "sub_group": zero.get("sub_group_size"),
         "accumulate_in": (config.get("data_types") or {}).get("grad_accum_dtype"),
     }
-    chosen = {key: _number(value) for key, value in named.items() if value is not None and value != "auto"}
-    return Setting(**common, stage=int(zero.get("stage", 0)), **chosen)
+    chosen = {key: _value(key, value) for key, value in named.items() if value is not None and value != "auto"}
+    return Setting(**common, stage=deepspeed_json.zero_stage(config), **chosen)
 
 
 def offloads(run: Run) -> bool:
     """Whether the run's DeepSpeed JSON moves states or parameters to the host, which is not estimated."""
-    zero = _read(run.deepspeed.config).get("zero_optimization") or {} if run.engine == "deepspeed" else {}
+    zero = deepspeed_json.read(run.deepspeed.config).get("zero_optimization") or {} if run.engine == "deepspeed" else {}
     kinds = (zero.get("offload_optimizer") or {}, zero.get("offload_param") or {})
-    return any(kind.get("device", "none") != "none" for kind in kinds)
+    return any(isinstance(kind, dict) and kind.get("device", "none") != "none" for kind in kinds)
 
 
 def states_of(optimizer: str, options: Mapping[str, Any]) -> dict[str, int]:
@@ -94,18 +94,20 @@ def peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _read(name: str) -> dict[str, Any]:
-    if not name:
-        return {}
-    try:
-        config = json.loads(Path(name).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the DeepSpeed JSON {name} cannot be read: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
-        raise ValueError(f"the DeepSpeed JSON {name} should hold an object, and so should its zero_optimization")
-    return config
+def _value(setting: str, value: Any) -> Any:
+    """A value of the JSON's, which may write 5e8 for a whole number."""
+    if setting in ("bucket", "persistent", "sub_group"):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 2**63:
+            return int(value)
+    elif isinstance(value, str if setting == "accumulate_in" else bool):
+        return value
+    raise ValueError(f"the DeepSpeed JSON has {shown(value)} where its {_WRITTEN[setting]} should be")
 
 
-def _number(value: Any) -> Any:
-    """JSON's 5e8 is a float."""
-    return int(value) if isinstance(value, float) else value
+_WRITTEN = {
+    "bucket": "reduce_bucket_size, a number of elements,",
+    "persistent": "stage3_param_persistence_threshold, a number of elements,",
+    "sub_group": "sub_group_size, a number of elements,",
+    "overlap": "overlap_comm, true or false,",
+    "accumulate_in": "grad_accum_dtype, the name of a type,",
+}

@@ -1,9 +1,11 @@
-"""Who this process is: from torchrun's variables, or from MPI where mpirun started it."""
+"""Who this process is: from torchrun's variables, or from MPI where mpirun started it; and whether the others live."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,9 @@ def find_out() -> None:
         world = MPI.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
         local = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
-        address, port = world.bcast((_address(), _free_port()) if rank == 0 else None)
+        address, port = world.bcast((_address(), free_port()) if rank == 0 else None)
     else:
-        rank, size, local, address, port = 0, 1, 0, "127.0.0.1", _free_port()
+        rank, size, local, address, port = 0, 1, 0, "127.0.0.1", free_port()
     values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "MASTER_ADDR": address, "MASTER_PORT": port}
     for name, value in values.items():
         os.environ.setdefault(name, str(value))
@@ -46,7 +48,7 @@ def _address() -> str:
     return number
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])
@@ -57,3 +59,27 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     said = torch.tensor([float(flag)], device=device)
     dist.all_reduce(said, op=dist.ReduceOp.MAX)
     return bool(said.item())
+
+
+def wait_at_most(seconds: float) -> None:
+    """Limit how long this rank waits for the others in an exchange, in every process group that there is.
+
+    A group that is made without a limit gets torch's default, not that of the group it was made from.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+#: What gloo says when another rank is gone or does not answer. It has no error class of its own.
+_GLOO = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms|Application timeout")
+
+
+def lost_contact(error: BaseException) -> str | None:
+    """What a backend said, if an error came from the exchange with other ranks; None if it is another error."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, dist.DistError) or (isinstance(at, RuntimeError) and _GLOO.search(str(at))):
+            said = re.sub(r"^\[\S+:\d+\] ", "", str(at).strip().partition("\n")[0])
+            return said.partition(". ")[0].rstrip(".")
+        at = at.__cause__ or at.__context__
+    return None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reading import parse_json
 from . import tokenizer
 from .sources import checksum
 
@@ -63,14 +66,42 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
         if (Path(directory) / UNFINISHED).is_dir():
             raise ValueError(f"the preparation of {directory} was interrupted; run the same command again: {again} ...")
         raise ValueError(f"{directory} holds no prepared data; prepare some with {again} [INPUT ...]")
+    damaged = f"prepare the data again: {again} --force ..."
     try:
-        manifest = json.loads(path.read_text())
-        found = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); prepare the data again: {again} --force ...") from None
-    if found != FORMAT:
+        manifest = parse_json(path.read_bytes(), "it")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {damaged}") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(manifest, dict) and isinstance(found, int) and found != FORMAT:
         raise ValueError(f"{path} has format {found}, and this version reads {FORMAT}; prepare the data again: {again}")
+    for wrong in _not_a_manifest(manifest):
+        raise ValueError(f"{path} is damaged ({wrong}); {damaged}")
     return dict(manifest)
+
+
+def _not_a_manifest(manifest: Any) -> Iterator[str]:
+    """What is missing from a manifest, or not of its type, among what is read from it."""
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        yield "it is not a manifest"
+    about = manifest.get("tokenizer")
+    if not isinstance(about, dict) or not _is_count(about.get("vocabulary")) or not about["vocabulary"]:
+        yield "it does not tell the size of the vocabulary"
+    if not isinstance(about.get("kind"), str) or not isinstance(about.get("files", {}), dict):
+        yield "it does not tell the tokenizer"
+    splits = manifest.get("splits")
+    if not isinstance(splits, dict) or set(splits) != set(SPLITS):
+        yield f"it does not tell of {', '.join(SPLITS)}"
+    for split, counts in splits.items():
+        if not isinstance(counts, dict) or not (_is_count(counts.get("documents")) and _is_count(counts.get("tokens"))):
+            yield f"it does not count the documents and tokens of {split}"
+        for name in (f"{split}.bin", f"{split}.idx") if counts["documents"] else ():
+            entry = counts.get(name)
+            if not isinstance(entry, dict) or not _is_count(entry.get("bytes")):
+                yield f"it does not tell the size of {name}"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def open_tokens(directory: str | Path, split: str) -> NDArray[Any]:
@@ -96,20 +127,57 @@ def open_tokens(directory: str | Path, split: str) -> NDArray[Any]:
                 "file; copy it again, or prepare the data again with --force"
             )
     dtype = _check_index(index, counts["documents"], counts["tokens"])
+    if counts[data.name]["bytes"] != counts["tokens"] * dtype.itemsize:
+        raise ValueError(
+            f"{data} is damaged: it has {counts[data.name]['bytes']} bytes, and {counts['tokens']} tokens of "
+            f"{dtype.itemsize} bytes each should be in it; prepare the data again with --force"
+        )
     return np.memmap(data, dtype=dtype, mode="r", shape=(counts["tokens"],))
 
 
+def verify(directory: str | Path, *splits: str) -> None:
+    """Read the files of some splits and compare them with what ``prepare`` wrote.
+
+    Raises:
+        ValueError: one of them is missing, or has another content.
+    """
+    manifest = read_manifest(directory)
+    for split, end in itertools.product(splits, ("bin", "idx")):
+        counts, path = manifest["splits"][split], Path(directory) / f"{split}.{end}"
+        if not counts["documents"]:
+            continue
+        if not path.is_file() or checksum(path) != counts[path.name].get("sha256"):
+            raise ValueError(
+                f"{path} is missing or damaged: it is not what was prepared, by its checksum; copy it again, or "
+                "prepare the data again with --force"
+            )
+
+
 def _check_index(path: Path, documents: int, tokens: int) -> np.dtype[Any]:
+    """The type of tokens, after all of the index has been found to be what those documents give."""
+    if path.stat().st_size < _HEADER.itemsize:
+        raise ValueError(f"{path} is damaged: it is too short to be a Megatron index of tokens")
     header = np.fromfile(path, dtype=_HEADER, count=1)[0]
     # numpy strips the zero bytes at the end of the magic word
     if header["magic"] != _MAGIC.rstrip(b"\0") or header["version"] != 1 or int(header["dtype"]) not in _DTYPES:
         raise ValueError(f"{path} is damaged: it does not begin like a Megatron index of tokens")
     if header["sequences"] != documents or header["documents"] != documents + 1:
         raise ValueError(f"{path} is damaged: it has {header['sequences']} documents and should have {documents}")
-    lengths = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.itemsize, shape=(documents,))
-    if (total := int(lengths.sum(dtype=np.int64))) != tokens:
+    dtype = _DTYPES[int(header["dtype"])]
+    size = _HEADER.itemsize + documents * (4 + 8) + (documents + 1) * 8
+    if path.stat().st_size != size:
+        raise ValueError(f"{path} is damaged: an index of {documents} documents has {size} bytes")
+    content = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.itemsize)
+    lengths = content[: documents * 4].view("<i4")
+    starts = content[documents * 4 : documents * 12].view("<i8")
+    if (total := int(lengths.sum(dtype=np.int64))) != tokens or lengths.min() < 1:
         raise ValueError(f"{path} is damaged: its documents have {total} tokens and should have {tokens}")
-    return _DTYPES[int(header["dtype"])]
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    if starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1]):
+        raise ValueError(f"{path} is damaged: its documents do not follow one another")
+    if not np.array_equal(content[documents * 12 :].view("<i8"), np.arange(documents + 1)):
+        raise ValueError(f"{path} is damaged: it does not list its documents one by one")
+    return dtype
 
 
 def open_tokenizer(directory: str | Path) -> tokenizer.Tokenizer:

@@ -1,0 +1,30 @@
+"""A rank that kills itself in the first start of its job. torchrun ... restarts.py NOTES"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from alto_distributed.pretrain.meeting import meet_anew
+
+notes = Path(sys.argv[1])
+meet_anew(30)
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+ranks = torch.ones(1)
+dist.all_reduce(ranks)
+begun = len(list(notes.glob("killed-*")))
+dist.barrier()
+(notes / f"start-{begun}-rank-{dist.get_rank()}").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if begun == 0:
+    if dist.get_rank() == 1:
+        (notes / "killed-1").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # until torchrun ends it: its agent restarts it, and does not count that as a failure of its own
+dist.all_reduce(ranks)
+dist.destroy_process_group()
+(notes / f"ended-{begun}-rank-{os.environ['RANK']}").write_text(str(ranks.item()))

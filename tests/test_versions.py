@@ -1,0 +1,80 @@
+"""The versions that are supported: pyproject.toml, README.md and the code say the same, and others are refused."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+import tomllib
+
+from alto_distributed.errors import UnsupportedVersion
+from alto_distributed.torch_version import OLDEST, check_torch
+
+from .launcher import REPO, environment
+
+README = " ".join((REPO / "README.md").read_text().split())
+
+
+def supported(framework):
+    """SUPPORTED_VERSIONS of a folder, read without importing the framework."""
+    for node in ast.parse((REPO / "alto_distributed" / framework / "versions.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "SUPPORTED_VERSIONS":
+            return ast.literal_eval(node.value)
+    raise LookupError(framework)
+
+
+def test_code_packaging_and_readme_name_the_same_versions():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras, pins = project["optional-dependencies"], (REPO / "constraints.txt").read_text().splitlines()
+    oldest = ".".join(map(str, OLDEST))
+    assert project["dependencies"] == [f"torch>={oldest}"]
+    assert f"torch {oldest} or newer" in README
+    (tested,) = [pin.partition("==")[2] for pin in pins if pin.startswith("torch==")]
+    assert f"with torch {tested}" in README
+
+    (deepspeed,) = supported("deepspeed")
+    assert f"Supported is DeepSpeed {deepspeed} and no other" in README
+    core, main = supported("megatron")
+    assert f"Supported are megatron-core {core} and Megatron-LM's main of August 2026 ({main})" in README
+    for requirement in (f"deepspeed=={deepspeed}", f"megatron-core=={core}"):
+        assert extras[re.split("-core|==", requirement)[0]] == [requirement]
+        assert requirement in extras["dev"]
+        assert requirement in pins
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "2.0.0+cu118", "1.13.1", "0.4", "unknown"])
+def test_an_older_torch_is_refused(version):
+    with pytest.raises(UnsupportedVersion, match=rf"needs torch 2\.6 or newer, and {re.escape(version)} is installed"):
+        check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.6.0+cpu", "2.10.1", "2.13.0a0+gitabcdef", "3.0.0"])
+def test_a_newer_torch_is_not(version):
+    check_torch(version)
+
+
+def test_an_older_torch_is_refused_at_import_before_anything_else():
+    program = "import torch; torch.__version__ = '2.5.1'; import alto_distributed"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPO, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "UnsupportedVersion: alto_distributed needs torch 2.6 or newer, and 2.5.1 is installed" in done.stderr
+    assert issubclass(UnsupportedVersion, ImportError)
+    assert issubclass(UnsupportedVersion, ValueError)
+
+
+@pytest.mark.parametrize("version", ["0.19.7", "0.19.80", "0.20.0", "0.18.0+abc", "1.0", "dev"])
+def test_another_deepspeed_is_refused(version, monkeypatch):
+    pytest.importorskip("deepspeed")
+    from alto_distributed.deepspeed.versions import check_version
+
+    check_version()
+    monkeypatch.setattr("deepspeed.__version__", version)
+    with pytest.raises(
+        UnsupportedVersion, match=rf"supports DeepSpeed 0\.19\.8, and {re.escape(version)} is installed"
+    ):
+        check_version()
+    monkeypatch.setattr("deepspeed.__version__", "0.19.8+local")
+    check_version()
