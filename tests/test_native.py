@@ -160,6 +160,14 @@ def test_states_have_the_bits_of_the_torch_kernel(options):
     assert_agree(run(native, pieces), run(chunked, pieces))
 
 
+@pytest.mark.parametrize("decay", [0.0, 1e-30, 0.9 * chunked.SMALLEST_DIVISOR, chunked.SMALLEST_DIVISOR, 1e-4, 30.0])
+@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)], ids=["lr", "lr in a tensor"])
+def test_the_torch_kernel_divides_by_the_decay_and_agrees_all_the_same(decay, lr):
+    pieces = [a_piece(WITH_GAPS, **LARGE_BATCH, weight_decay=decay, lr=lr)]
+    step_sizes = STEP_SIZES / (1 + decay)  # a step of 12 times the weight would show nothing but rounding
+    assert_agree(run(chunked, pieces, step_sizes), run(reference, pieces, step_sizes))
+
+
 def test_the_same_bits_whatever_the_number_of_threads():
     pieces = [a_piece([(0, 40 * BLOCK + 13, 0)], **LARGE_BATCH), a_piece([(1, 9 * BLOCK, 0)], **LARGE_BATCH)]
     before = torch.get_num_threads()
