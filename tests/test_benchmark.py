@@ -3,8 +3,13 @@
 import json
 import sys
 
+import pytest
+
 from .launcher import REPO
 from .processes import run
+
+sys.path.insert(0, str(REPO / "scripts"))  # where a script finds its neighbours
+from benchmark_report import bars, table
 
 
 def test_the_benchmark_measures_what_is_here(tmp_path):
@@ -31,3 +36,38 @@ def test_the_benchmark_measures_what_is_here(tmp_path):
     assert rows["ALTO (official)"]["seconds"] > 2 * rows["ALTO (C)"]["seconds"] > 0
     assert all(name in said for name in rows)
     assert (tmp_path / "benchmark.png").stat().st_size > 5_000
+    assert set(result["left_out"]) <= {"LAMB (apex FusedLAMB)"}
+    for row in rows.values():
+        assert row["fastest"] <= row["seconds"] <= row["slowest"]
+        assert row["to_adamw_least"] <= row["to_adamw"] <= row["to_adamw_most"]
+    assert rows["AdamW (torch fused)"]["to_adamw"] == 1
+    parts = result["iteration"]["parts"]
+    assert sum(parts.values()) == pytest.approx(result["iteration"]["seconds"])
+    assert min(parts.values()) > 0
+    _bars_say_when_they_are_missed(result)
+
+
+def _bars_say_when_they_are_missed(result):
+    """Each figure in turn on one side of its bar and on the other; the bars are the issue's."""
+    rows = {row["name"]: row for row in result["rows"]}
+    c, plain, official = rows["ALTO (C)"], rows["ALTO (torch)"], rows["ALTO (official)"]
+    c.update(to_adamw=1.75, to_triad=1.15, extra=2**24)
+    plain.update(to_adamw=4.2, extra=2**24)
+    official.update(to_adamw=10.5)
+    hundredth = result["iteration"]["seconds"] / 100
+    result["collectives"] = [{"ranks": 2, "parameters": 9, "bytes": 144, "seconds": hundredth}]
+    assert [met for _, _, met in bars(result)] == [True] * 7
+    for changed, name, value in (
+        (c, "to_adamw", 1.76),
+        (c, "to_triad", 1.16),
+        (official, "to_adamw", 10.4),
+        (plain, "to_adamw", 4.3),
+        (c, "extra", 2**24 + 2**20),
+        (plain, "extra", 2**24 + 2**20),
+        (result["collectives"][0], "seconds", 1.01 * hundredth),
+    ):
+        before = changed[name]
+        changed[name] = value
+        assert not all(met for _, _, met in bars(result)), name
+        changed[name] = before
+        assert "**missed**" not in table(result)

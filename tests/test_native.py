@@ -1,11 +1,12 @@
 """The C kernel against the definition, the torch kernel and itself; and how it is built."""
 
-import ctypes
 import itertools
 import math
 import multiprocessing
 import os
+import platform
 import stat
+import subprocess
 import sys
 import warnings
 from dataclasses import fields, replace
@@ -18,6 +19,8 @@ from alto_distributed import ALTO
 from alto_distributed.config import Hyperparameters
 from alto_distributed.update import Coefficients, Piece, Span, chunked, kernel_for, native, native_build, reference
 from alto_distributed.update.pieces import NO_RATIO
+
+from .launcher import REPO
 
 BLOCK = 16384  # of alto.c; test_blocks holds it to that
 STATES = ("exp_avg", "exp_avg_sq", "grad_ema")
@@ -155,6 +158,14 @@ def test_states_have_the_bits_of_the_torch_kernel(options):
         if getattr(ours, name) is not None:
             assert same_bits(getattr(ours, name), getattr(theirs, name)), name
     assert_agree(run(native, pieces), run(chunked, pieces))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-30, 0.9 * chunked.SMALLEST_DIVISOR, chunked.SMALLEST_DIVISOR, 1e-4, 30.0])
+@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)], ids=["lr", "lr in a tensor"])
+def test_the_torch_kernel_divides_by_the_decay_and_agrees_all_the_same(decay, lr):
+    pieces = [a_piece(WITH_GAPS, **LARGE_BATCH, weight_decay=decay, lr=lr)]
+    step_sizes = STEP_SIZES / (1 + decay)  # a step of 12 times the weight would show nothing but rounding
+    assert_agree(run(chunked, pieces, step_sizes), run(reference, pieces, step_sizes))
 
 
 def test_the_same_bits_whatever_the_number_of_threads():
@@ -321,7 +332,7 @@ def test_many_processes_build_at_once_and_leave_one_private_library(build, tmp_p
 
     def one_rank():
         together.wait()
-        sys.exit(0 if build().alto_span_size() == ctypes.sizeof(native.SpanRecord) else 1)
+        sys.exit(0 if build().alto_span_size() == native.SPAN.size else 1)
 
     ranks = [context.Process(target=one_rank) for _ in range(4)]
     for rank in ranks:
@@ -395,7 +406,23 @@ def test_a_compiler_that_does_not_know_this_cpu(build, tmp_path):
     compiler = tmp_path / "old"
     compiler.write_text('#!/bin/sh\ncase "$*" in *=native*) exit 1;; esac\nexec cc "$@"\n')
     compiler.chmod(0o755)
-    assert build(CC=str(compiler)).alto_span_size() == ctypes.sizeof(native.SpanRecord)
+    assert build(CC=str(compiler)).alto_span_size() == native.SPAN.size
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other CPUs have one width")
+def test_the_same_bits_whatever_the_width_of_vectors(build, monkeypatch):
+    """Ranks on different CPUs, or a run that moves to another, must agree."""
+    lengths = (5 * BLOCK + 13, 24, 17, 9, 8, 7)
+    options = (LARGE_BATCH, dict(alpha=0.0, ema=False), {**LARGE_BATCH, "grad": torch.bfloat16})
+    pieces = [a_piece([(1, 1 + n, i % 3)], **each) for i, n in enumerate(lengths) for each in options]
+    first, first_sums = run(native, pieces)
+    for narrower in ("-mno-avx512f", "-mno-avx512f -mprefer-vector-width=128"):
+        loaded = build(CC=f"cc {narrower}")
+        monkeypatch.setattr(native, "_library", lambda loaded=loaded: loaded)
+        again, sums = run(native, pieces)
+        assert same_bits(sums, first_sums)
+        for a, b in zip(again, first, strict=True):
+            assert all(same_bits(getattr(a, name), getattr(b, name)) for name in ("param", "exp_avg", "exp_avg_sq"))
 
 
 def test_a_cache_that_others_could_write_to_is_refused(build, tmp_path):
@@ -422,7 +449,7 @@ def test_without_a_home_the_library_is_built_for_the_process(build, tmp_path, mo
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     loaded = build(ALTO_CACHE_DIR=None, XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert loaded.alto_span_size() == ctypes.sizeof(native.SpanRecord)
+    assert loaded.alto_span_size() == native.SPAN.size
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     with pytest.raises(ValueError, match="ALTO_CACHE_DIR=.* cannot be used"):
         build(ALTO_CACHE_DIR=str(tmp_path / "file"))
@@ -448,3 +475,36 @@ def test_a_step_after_a_fork(monkeypatch):
         same = bytes(memoryview(again[0].param.numpy())) == bytes(memoryview(expected.param.numpy()))
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+WITHOUT_THREADS = """
+import resource, sys, threading, torch
+from alto_distributed.update import native
+from tests.test_native import BLOCK, LARGE_BATCH, a_piece, run
+torch.manual_seed(0)
+pieces = [a_piece([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]
+torch.get_num_threads = lambda: 3
+native._found()
+if sys.argv[1] == "none":
+    size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 2**22, resource.RLIM_INFINITY))  # less than a stack
+    run.__globals__["copied"] = lambda piece: piece
+    try:
+        threading.Thread(target=print).start()
+        sys.exit("a thread could be started")
+    except RuntimeError:
+        pass
+(piece,), sums = run(native, pieces)
+print(sums.tolist(), piece.param.double().sum().item(), piece.grad_ema.double().sum().item())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+def test_threads_that_cannot_be_started_leave_their_share_to_the_others():
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", WITHOUT_THREADS, threads], cwd=REPO, capture_output=True, text=True, check=True
+        )
+        for threads in ("some", "none")
+    ]
+    assert said[0].stdout == said[1].stdout != ""

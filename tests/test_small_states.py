@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import struct
 from dataclasses import replace
 
 import pytest
@@ -168,11 +169,11 @@ def test_infinity_and_nan_stay_what_they_are(kernel):
 def test_indices_beyond_32_bits_in_c():
     """A tensor of 2^32 elements would not fit here; a span that claims to lie there draws the bits of there."""
     piece = a_piece(100)
-    records, blocks, threads = native._spans([piece], None)
-    records[0].index = 2**32 - 40
+    spans, blocks, threads = native._spans([piece])
+    struct.pack_into("@q", spans, struct.calcsize("@6Pq"), 2**32 - 40)  # Span.index of alto.c
     totals = torch.zeros(2, 1, dtype=torch.float64)
     before = piece.grad_ema.float()
-    native._call("alto_phase_one", records, blocks, threads, totals[0], totals[1])
+    native._call("alto_phase_one", spans, blocks, threads, totals[0], totals[1])
     c = piece.coefficients
     expected = torch.empty(100, dtype=torch.bfloat16)
     u = before.lerp(piece.grad, 1 - c.beta1)

@@ -9,7 +9,7 @@
    - each operation on a state is the one that update/chunked.py asks torch for, fused where torch fuses
      (fma below) and nowhere else (-ffp-contract=off), so the states of the two agree to the bit;
    - squares are added up in 8 float64 lanes over blocks of fixed size, counted from the start of the span,
-     and the blocks of a span are added in order by one thread. */
+     and the blocks of a span are added in order by one thread. A vector of 16 is two turns of the 8 lanes. */
 
 #ifdef __AVX__
 #include <immintrin.h>
@@ -22,10 +22,19 @@
 
 #define TILE 512    /* elements that are converted at a time: buffers of 2 KiB */
 #define BLOCK 16384 /* elements that a thread takes at a time, and that have a sum of their own */
-#define LANES 8     /* divides TILE, which divides BLOCK */
+#define LANES 8     /* of the sums; divides TILE, which divides BLOCK */
+#define TAKEN 4     /* blocks that a thread takes at a time */
 #define MAX_THREADS 256
 
-/* One span of a piece; SpanRecord of native.py, field by field. */
+#ifdef __AVX512F__
+#define WIDTH 16 /* elements of a vector; a multiple of LANES */
+#define WIDE 8   /* of a vector of float64; divides LANES */
+#else
+#define WIDTH 8
+#define WIDE 4
+#endif
+
+/* One span of a piece; SPAN of native.py, field by field. */
 typedef struct {
     const void *grad;
     void *param;
@@ -37,26 +46,37 @@ typedef struct {
     int64_t index; /* of the span's first element in the piece: what the bits of rounding hang on */
     int64_t slot;  /* negative: no sums wanted */
     int64_t first_block;
-    double rho, beta1, beta2, beta3, eps, scale, weight_decay, step_size;
+    double rho, beta1, beta2, beta3, eps, scale, weight_decay, lr;
     uint32_t grad_ema_key, exp_avg_key;
     int32_t grad_is_bf16, param_is_bf16, exp_avg_is_bf16, grad_ema_is_bf16;
 } Span;
 
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-typedef float Half __attribute__((vector_size(2 * LANES)));
-typedef double Wide __attribute__((vector_size(4 * LANES))); /* half as many lanes */
+typedef float Vector __attribute__((vector_size(4 * WIDTH)));
+typedef float Half __attribute__((vector_size(4 * WIDE)));
+typedef double Wide __attribute__((vector_size(8 * WIDE)));
 
 typedef struct {
-    Wide theta[2], r[2];
+    Wide theta[LANES / WIDE], r[LANES / WIDE];
 } Squares;
+
+/* The blocks that are one thread's to begin with; next is the first that nobody has taken yet. A cache line each. */
+typedef struct {
+    int64_t next, end;
+    char apart[64 - 2 * sizeof(int64_t)];
+} Share;
 
 typedef struct {
     const Span *spans;
     int64_t n_spans, n_blocks;
-    int64_t next_block; /* the next that nobody has taken yet */
-    double *block_sums; /* phase one: two a block */
-    int phase;
+    double *block_sums;       /* phase one: two a block */
+    const double *step_sizes; /* phase two: one a slot */
 } Job;
+
+typedef struct {
+    const Job *job;
+    Share *shares; /* of all threads */
+    int number, threads;
+} Worker;
 
 int64_t alto_span_size(void) { return (int64_t)sizeof(Span); }
 
@@ -73,19 +93,23 @@ static inline float fma_as_torch(float a, float b, float c) {
 }
 
 static inline Vector vector_fma(Vector a, Vector b, Vector c) {
-#ifdef __FMA__
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
     return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    for (int lane = 0; lane < LANES; lane++) c[lane] = fma_as_torch(a[lane], b[lane], c[lane]);
+    for (int i = 0; i < WIDTH; i++) c[i] = fma_as_torch(a[i], b[i], c[i]);
     return c;
 #endif
 }
 
 static inline Vector vector_sqrt(Vector x) {
-#ifdef __AVX__
+#if defined(__AVX512F__)
+    return (Vector)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX__)
     return (Vector)_mm256_sqrt_ps((__m256)x);
 #else
-    for (int lane = 0; lane < LANES; lane++) x[lane] = sqrtf(x[lane]);
+    for (int i = 0; i < WIDTH; i++) x[i] = sqrtf(x[i]);
     return x;
 #endif
 }
@@ -101,8 +125,10 @@ static inline Vector load(const float *from) {
 static inline void store(float *to, Vector x) { memcpy(to, &x, sizeof x); }
 
 static inline Wide widen(const float *from) {
-#ifdef __AVX__
-    return (Wide)_mm256_cvtps_pd(_mm_loadu_ps(from)); /* gcc makes six instructions of the other */
+#if defined(__AVX512F__)
+    return (Wide)_mm512_cvtps_pd(_mm256_loadu_ps(from)); /* gcc makes many instructions of the other */
+#elif defined(__AVX__)
+    return (Wide)_mm256_cvtps_pd(_mm_loadu_ps(from));
 #else
     Half x;
     memcpy(&x, from, sizeof x);
@@ -112,11 +138,12 @@ static inline Wide widen(const float *from) {
 
 /* The square of a float32 is exact in float64, so it is of no importance whether this is fused. */
 static inline void add_squares(Wide *sums, Vector x) {
-    float parts[LANES];
+    float parts[WIDTH];
     store(parts, x);
-    Wide low = widen(parts), high = widen(parts + LANES / 2);
-    sums[0] += low * low;
-    sums[1] += high * high;
+    for (int i = 0; i < WIDTH; i += WIDE) {
+        Wide part = widen(parts + i);
+        sums[i % LANES / WIDE] += part * part;
+    }
 }
 
 /* torch.lerp goes from the nearer end, so that a weight of 1 gives the end itself. */
@@ -199,7 +226,7 @@ static void store_stochastic(uint16_t *restrict to, const float *restrict from, 
    - ema: there is a u, and d is not simply g;
    - moments: u, m and v are to become those of this step;
    - ratio: the squares of theta and r are wanted.
-   n is a multiple of LANES. */
+   n is a multiple of WIDTH. */
 static inline __attribute__((always_inline)) void loop(int n, const Span *s, const float *restrict g, float *restrict u,
                                                        float *restrict m, float *restrict v,
                                                        const float *restrict theta, Squares *squares, const int ema,
@@ -208,7 +235,7 @@ static inline __attribute__((always_inline)) void loop(int n, const Span *s, con
     const Vector b3 = all(s->beta3), w3 = all(1 - s->beta3);
     const Vector eps = all(s->eps), scale = all(s->scale), decay = all(s->weight_decay);
     Squares sums = *squares;
-    for (int i = 0; i < n; i += LANES) {
+    for (int i = 0; i < n; i += WIDTH) {
         Vector new_m = load(m + i), new_v = load(v + i);
         if (moments) {
             Vector d = load(g + i);
@@ -248,18 +275,18 @@ static void whole_vectors(int n, const Span *s, const float *g, float *u, float 
 /* The last, incomplete vector takes a detour through buffers in which the rest are numbers that add nothing. */
 static void vectors(int n, const Span *s, const float *g, float *u, float *m, float *v, const float *theta,
                     Squares *squares, int moments, int ratio) {
-    int whole = n - n % LANES;
+    int whole = n - n % WIDTH;
     size_t rest = sizeof(float) * (size_t)(n - whole);
     whole_vectors(whole, s, g, u, m, v, theta, squares, moments, ratio);
     if (rest == 0) return;
-    float last_g[LANES] = {0}, last_u[LANES] = {0}, last_m[LANES] = {0}, last_theta[LANES] = {0}, last_v[LANES];
+    float last_g[WIDTH] = {0}, last_u[WIDTH] = {0}, last_m[WIDTH] = {0}, last_theta[WIDTH] = {0}, last_v[WIDTH];
     store(last_v, all(1)); /* with eps1 = 0 it is divided by */
     memcpy(last_m, m + whole, rest);
     memcpy(last_v, v + whole, rest);
     if (moments) memcpy(last_g, g + whole, rest);
     if (moments && u) memcpy(last_u, u + whole, rest);
     if (ratio) memcpy(last_theta, theta + whole, rest);
-    whole_vectors(LANES, s, last_g, u ? last_u : NULL, last_m, last_v, last_theta, squares, moments, ratio);
+    whole_vectors(WIDTH, s, last_g, u ? last_u : NULL, last_m, last_v, last_theta, squares, moments, ratio);
     if (!moments) return;
     memcpy(m + whole, last_m, rest);
     memcpy(v + whole, last_v, rest);
@@ -284,13 +311,13 @@ static void tile_of_phase_one(const Span *s, int64_t at, int n, Squares *squares
     }
 }
 
-static void tile_of_phase_two(const Span *s, int64_t at, int n) {
+static void tile_of_phase_two(const Span *s, double step_size, int64_t at, int n) {
     float buffer_m[TILE], buffer_theta[TILE];
     const float *restrict m = as_float(s->exp_avg, s->exp_avg_is_bf16, at, n, buffer_m);
     const float *restrict v = s->exp_avg_sq + at;
     float *restrict theta = as_float(s->param, s->param_is_bf16, at, n, buffer_theta);
     float eps = (float)s->eps, scale = (float)s->scale, decay = (float)s->weight_decay;
-    float minus_step = -(float)s->step_size;
+    float minus_step = -(float)step_size;
     for (int i = 0; i < n; i++) {
         float r = decay * theta[i] + (scale * m[i]) / (sqrtf(v[i]) + eps);
         theta[i] = fma_as_torch(minus_step, r, theta[i]);
@@ -315,29 +342,39 @@ static const Span *span_of(const Job *job, int64_t block) {
 
 static double sum_of_lanes(const Wide *sums) {
     double sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane / (LANES / 2)][lane % (LANES / 2)];
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane / WIDE][lane % WIDE];
     return sum;
 }
 
+static void do_block(const Job *job, int64_t block) {
+    const Span *s = span_of(job, block);
+    int64_t at = (block - s->first_block) * BLOCK;
+    int64_t stop = at + BLOCK < s->length ? at + BLOCK : s->length;
+    Squares squares;
+    memset(&squares, 0, sizeof squares);
+    for (; at < stop; at += TILE) {
+        int n = stop - at < TILE ? (int)(stop - at) : TILE;
+        if (job->block_sums)
+            tile_of_phase_one(s, at, n, &squares);
+        else
+            tile_of_phase_two(s, s->slot < 0 ? s->lr : job->step_sizes[s->slot], at, n);
+    }
+    if (job->block_sums) {
+        job->block_sums[2 * block] = sum_of_lanes(squares.theta);
+        job->block_sums[2 * block + 1] = sum_of_lanes(squares.r);
+    }
+}
+
+/* A thread works through its own share, in order, and then helps with those of the others: memory is fastest when each
+   thread reads one long stretch, and a thread that the machine holds up must not be waited for. */
 static void *work(void *argument) {
-    Job *job = argument;
-    int64_t block;
-    while ((block = __atomic_fetch_add(&job->next_block, 1, __ATOMIC_RELAXED)) < job->n_blocks) {
-        const Span *s = span_of(job, block);
-        int64_t at = (block - s->first_block) * BLOCK;
-        int64_t stop = at + BLOCK < s->length ? at + BLOCK : s->length;
-        Squares squares;
-        memset(&squares, 0, sizeof squares);
-        for (; at < stop; at += TILE) {
-            int n = stop - at < TILE ? (int)(stop - at) : TILE;
-            if (job->phase == 1)
-                tile_of_phase_one(s, at, n, &squares);
-            else
-                tile_of_phase_two(s, at, n);
-        }
-        if (job->phase == 1) {
-            job->block_sums[2 * block] = sum_of_lanes(squares.theta);
-            job->block_sums[2 * block + 1] = sum_of_lanes(squares.r);
+    Worker *worker = argument;
+    for (int turn = 0; turn < worker->threads; turn++) {
+        Share *share = &worker->shares[(worker->number + turn) % worker->threads];
+        int64_t block;
+        while ((block = __atomic_fetch_add(&share->next, TAKEN, __ATOMIC_RELAXED)) < share->end) {
+            int64_t stop = block + TAKEN < share->end ? block + TAKEN : share->end;
+            for (; block < stop; block++) do_block(worker->job, block);
         }
     }
     return NULL;
@@ -345,21 +382,28 @@ static void *work(void *argument) {
 
 /* Threads live for one phase: nothing is left that a fork could lose, and starting them takes microseconds.
    One that cannot be started leaves its share to the others. */
-static void run(Job *job, int64_t threads) {
+static void run(const Job *job, int64_t wanted) {
     pthread_t others[MAX_THREADS];
-    int started = 0;
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
-    if (threads > job->n_blocks) threads = job->n_blocks;
-    while (started < threads - 1 && pthread_create(&others[started], NULL, work, job) == 0) started++;
-    work(job);
-    for (int i = 0; i < started; i++) pthread_join(others[i], NULL);
+    Worker workers[MAX_THREADS];
+    Share shares[MAX_THREADS];
+    int threads = wanted > MAX_THREADS ? MAX_THREADS : (int)wanted, started = 1;
+    if (threads > job->n_blocks) threads = (int)job->n_blocks;
+    if (threads < 1) threads = 1;
+    for (int i = 0; i < threads; i++) {
+        shares[i].next = job->n_blocks * i / threads;
+        shares[i].end = job->n_blocks * (i + 1) / threads;
+        workers[i] = (Worker){job, shares, i, threads};
+    }
+    while (started < threads && pthread_create(&others[started], NULL, work, &workers[started]) == 0) started++;
+    work(&workers[0]);
+    for (int i = 1; i < started; i++) pthread_join(others[i], NULL);
 }
 
 /* theta_sums and r_sums have an entry a slot. Returns 0, or -1 if there was no memory for the blocks' sums. */
 int alto_phase_one(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t threads, double *theta_sums,
                    double *r_sums) {
     if (n_blocks == 0) return 0;
-    Job job = {spans, n_spans, n_blocks, 0, malloc(sizeof(double) * 2 * (size_t)n_blocks), 1};
+    Job job = {spans, n_spans, n_blocks, malloc(sizeof(double) * 2 * (size_t)n_blocks), NULL};
     if (!job.block_sums) return -1;
     run(&job, threads);
     for (int64_t i = 0; i < n_spans; i++) {
@@ -377,7 +421,7 @@ int alto_phase_one(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t
     return 0;
 }
 
-void alto_phase_two(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t threads) {
-    Job job = {spans, n_spans, n_blocks, 0, NULL, 2};
+void alto_phase_two(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t threads, const double *step_sizes) {
+    Job job = {spans, n_spans, n_blocks, NULL, step_sizes};
     if (n_blocks > 0) run(&job, threads);
 }

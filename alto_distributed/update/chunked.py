@@ -19,6 +19,8 @@ from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
 CPU_CHUNK = 1 << 18
 # On an accelerator a launch must be long enough to hide its own cost; 16 MiB of buffers in float32.
 ACCELERATOR_CHUNK = 1 << 20
+# A weight decay below this is no divisor: see _direction.
+SMALLEST_DIVISOR = 1e-12
 
 
 class _Scratch:
@@ -37,7 +39,8 @@ class _Scratch:
         """A buffer for intermediate values, made when it is first asked for."""
         if name not in self._named:
             self._named[name] = torch.empty(self._length, dtype=self._like.dtype, device=self._like.device)
-        return self._named[name][:length]
+        whole = self._named[name]
+        return whole if length == self._length else whole[:length]  # making a view costs a microsecond
 
     def in_full(self, name: str, source: torch.Tensor) -> torch.Tensor:
         """``source`` itself, or its conversion to the precision of the arithmetic into a buffer."""
@@ -47,8 +50,10 @@ class _Scratch:
 
     def sum_of_squares(self, x: torch.Tensor) -> torch.Tensor:
         """In the precision of ``sums``: float32 would lose digits over 1e8 elements."""
-        wide = x if self._wide is None else self._wide[: x.numel()].copy_(x)
-        return torch.dot(wide, wide)
+        if self._wide is None:
+            return torch.dot(x, x)
+        wide = self._wide if x.numel() == self._length else self._wide[: x.numel()]
+        return torch.dot(wide.copy_(x), wide)
 
 
 def chunk_length(device: torch.device) -> int:
@@ -70,8 +75,9 @@ def phase_one(pieces: Sequence[Piece], sums: torch.Tensor) -> None:
                 m.copy_(piece.exp_avg[here])  # phase two will read the rounded one
             if slot != NO_RATIO:
                 theta = scratch.in_full("theta", piece.param[here])
-                sums[0, slot] += scratch.sum_of_squares(theta)
-                sums[1, slot] += scratch.sum_of_squares(_direction(theta, m, v, c, scratch))
+                r, factor = _direction(theta, m, v, c, scratch)
+                sums[0, slot].add_(scratch.sum_of_squares(theta))
+                sums[1, slot].add_(scratch.sum_of_squares(r), alpha=factor * factor)
 
 
 def phase_two(pieces: Sequence[Piece], step_sizes: torch.Tensor) -> None:
@@ -86,12 +92,12 @@ def phase_two(pieces: Sequence[Piece], step_sizes: torch.Tensor) -> None:
             target = piece.param[here]
             theta = scratch.in_full("theta", target)
             m = scratch.in_full("m", piece.exp_avg[here])
-            r = _direction(theta, m, piece.exp_avg_sq[here], c, scratch)
+            r, factor = _direction(theta, m, piece.exp_avg_sq[here], c, scratch)
             step_size = lr if slot == NO_RATIO else narrow[dtype][slot]
             if isinstance(step_size, torch.Tensor):
-                theta.addcmul_(r, step_size, value=-1)
+                theta.addcmul_(r, step_size, value=-factor)
             else:
-                theta.sub_(r, alpha=step_size)
+                theta.sub_(r, alpha=step_size * factor)
             if theta.dtype != target.dtype:
                 target.copy_(theta)
             if piece.model_copy is not None:
@@ -111,15 +117,20 @@ def _adapt(g: torch.Tensor, u: torch.Tensor, piece: Piece, start: int, scratch: 
 
 def _direction(
     theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, c: Coefficients, scratch: _Scratch
-) -> torch.Tensor:
-    """r = lambda theta + m^ / (sqrt(v^) + eps1), with both bias corrections in two numbers."""
+) -> tuple[torch.Tensor, float]:
+    """(x, f) with f x = r = lambda theta + m^ / (sqrt(v^) + eps1), both bias corrections in two numbers.
+
+    The factor is lambda, or else that of m^: multiplying by it here would take an operation, later it takes none.
+    """
     scale, eps = c.scale_and_eps()
-    # sqrt(v). On x86 torch.sqrt takes twice as long as these two, and rounds no better.
+    # sqrt(v). On x86 torch.sqrt takes longer than these two, and rounds no better.
     denominator = torch.rsqrt(v, out=scratch.buffer("denominator", v.numel())).reciprocal_().add_(eps)
     r = scratch.buffer("direction", v.numel())
     if c.weight_decay == 0:
-        return torch.mul(m, scale, out=r).div_(denominator)
-    return torch.mul(theta, c.weight_decay, out=r).addcdiv_(m, denominator, value=scale)
+        return torch.div(m, denominator, out=r), scale
+    if c.weight_decay >= SMALLEST_DIVISOR:
+        return torch.addcdiv(theta, m, denominator, value=scale / c.weight_decay, out=r), c.weight_decay
+    return torch.mul(theta, c.weight_decay, out=r).addcdiv_(m, denominator, value=scale), 1.0
 
 
 def chunks(piece: Piece) -> Iterator[tuple[slice, int]]:
