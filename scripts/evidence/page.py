@@ -31,8 +31,9 @@ GUIDANCE_HEAD = """\
 ALTO feeds its moments with d = (1 - rho) g + rho u, where u is the slow average of the gradient (decay beta1) and
 rho = -alpha (1 - beta1). So rho says how much of the gradient is replaced by its average, and beta1 over how many steps
 that average goes, about 1/(1 - beta1). The paper's large-batch setting (alpha -5, beta1 0.99) is rho = 0.05 over 100
-steps; its small-batch setting (alpha 0.5, beta1 0.01) is rho = -0.495: a step that leans away from the previous gradient.
-Under the layer-wise ratio `lr` is relative: the share of its own norm by which a weight matrix changes in a step.
+steps; its small-batch setting (alpha 0.5, beta1 0.01) is rho = -0.495: a step that leans away from the previous
+gradient. Under the layer-wise ratio `lr` is relative: the share of its own norm by which a weight matrix changes in a
+step.
 
 What the studies above add to that:
 """
@@ -98,8 +99,8 @@ def _section(result: dict[str, Any], link: str) -> str:
     seeds = ", ".join(map(str, result["seeds"])) or "none"
     columns = result["columns"] or list(result["rows"][0] if result["rows"] else {})
     facts = (
-        f"Command: `python -m scripts.evidence {result['study']}`; seeds: {seeds}; {result['seconds']:.0f} seconds on one "
-        f"{made['cpu']} with {made['threads']} thread(s), torch {made['torch']}, {made['date']}. Settings and all "
+        f"Command: `python -m scripts.evidence {result['study']}`; seeds: {seeds}; {result['seconds']:.0f} seconds on "
+        f"one {made['cpu']} with {made['threads']} thread(s), torch {made['torch']}, {made['date']}. Settings and all "
         f"figures: [result.json]({place}/result.json), [table.csv]({place}/table.csv).{form}"
     )
     parts = [f"## {result['title']}", result["intro"], facts]
