@@ -29,8 +29,9 @@ Pairs of a plain optimizer and its adapted form from the same starts, with the s
 means over the starts. A path is in the valley where the function is below a threshold. *Explored* is the length of the
 valley's floor that a path visits after it first enters, each piece of 0.05 counted once, so that swinging to and fro in
 one place counts for nothing; *path* counts the swings. *Flattest* is the smallest top eigenvalue of the Hessian met in
-the valley. For f1 and f2 it and *last* are those at the end, the median over the rates. The paper shows pictures and gives no rates for its figure; ours are in the
-settings. For the two functions of one variable its alpha and betas are used, with five rates."""
+the valley. The paper shows pictures and gives no rates for its figure; ours are in the settings. For the two functions
+of one variable its alpha and betas are used, with five rates; *flattest* and *last* are then those at the end, the
+median over the rates."""
 #: "Goes on" means: sees at least this many times the length of valley.
 FACTOR = 1.5
 
