@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,29 @@ def augment(images: torch.Tensor, generator: torch.Generator, padding: int = 4) 
     return padded[at[0], at[1], rows, columns]
 
 
+class InMemory:
+    """Pixels in memory, normalised as they are loaded, by the training set's own mean and deviation."""
+
+    def __init__(self, pixels: Images, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+        self.pixels, self.mean, self.deviation = pixels, mean, deviation
+
+    @staticmethod
+    def statistics(pixels: Images) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and deviation of each channel, ready to be broadcast."""
+        channels = [pixels.images[:, i].double() / 255 for i in range(pixels.images.shape[1])]
+        mean = torch.stack([channel.mean() for channel in channels]).float()[:, None, None]
+        return mean, torch.stack([channel.std() for channel in channels]).float()[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def load(self, indices: torch.Tensor, generator: torch.Generator | None) -> Images:
+        images = (self.pixels.images[indices] / 255 - self.mean) / self.deviation
+        if generator is not None:
+            images = augment(images, generator)
+        return Images(images, self.pixels.labels[indices])
+
+
 class Folder:
     """Pictures in one folder a class, as ImageNet is usually unpacked; read through Pillow when they are needed.
 
@@ -121,22 +145,25 @@ class Folder:
     def load(self, indices: torch.Tensor, generator: torch.Generator | None) -> Images:
         """Some of the pictures, normalised: with a generator a random crop that may be mirrored, else the centre."""
         chosen = [self.files[i] for i in indices.tolist()]
-        images = torch.stack([_picture(path, self.side, generator) for path, _ in chosen])
-        return Images(images, torch.tensor([label for _, label in chosen]))
+        # Drawn before the threads start, so that what is drawn does not depend on their timing.
+        draws = [None] * len(chosen) if generator is None else torch.rand(len(chosen), 5, generator=generator).tolist()
+        with ThreadPoolExecutor() as threads:  # Pillow decodes without holding the interpreter
+            images = list(threads.map(lambda pair, draw: _picture(pair[0], self.side, draw), chosen, draws))
+        return Images(torch.stack(images), torch.tensor([label for _, label in chosen]))
 
 
-def _picture(path: Path, side: int, generator: torch.Generator | None) -> torch.Tensor:
+def _picture(path: Path, side: int, draw: list[float] | None) -> torch.Tensor:
+    """Cropped, scaled and normalised; ``draw`` has five numbers in [0, 1) that choose the crop and the mirroring."""
     from PIL import Image
 
     with Image.open(path) as opened:
         picture = opened.convert("RGB")
-    box = _random_box(*picture.size, generator) if generator else _centre_box(*picture.size)
+    box = _random_box(*picture.size, *draw[:4]) if draw else _centre_box(*picture.size)
     picture = picture.resize((side, side), Image.Resampling.BILINEAR, box=box)
     pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(side, side, 3).permute(2, 0, 1)
-    image = (pixels / 255 - torch.tensor(IMAGENET_MEAN)[:, None, None]) / torch.tensor(IMAGENET_DEVIATION)[
-        :, None, None
-    ]
-    return image.flip(-1) if generator and torch.rand((), generator=generator) < 0.5 else image
+    mean, deviation = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_DEVIATION))
+    image = (pixels / 255 - mean) / deviation
+    return image.flip(-1) if draw and draw[4] < 0.5 else image
 
 
 def _centre_box(width: int, height: int) -> tuple[float, float, float, float]:
@@ -145,9 +172,10 @@ def _centre_box(width: int, height: int) -> tuple[float, float, float, float]:
     return ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
 
 
-def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[float, float, float, float]:
+def _random_box(
+    width: int, height: int, area: float, shape: float, x: float, y: float
+) -> tuple[float, float, float, float]:
     """Between 8% and all of the area, three quarters to four thirds as wide as high."""
-    area, shape, x, y = torch.rand(4, generator=generator).tolist()
     wanted = (0.08 + 0.92 * area) * width * height
     aspect = (3 / 4) ** (1 - 2 * shape)
     w, h = min((wanted * aspect) ** 0.5, width), min((wanted / aspect) ** 0.5, height)
