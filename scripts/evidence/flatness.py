@@ -88,7 +88,7 @@ SMALL = ((-5.0, 0.99), (-0.5, 0.01), (0.0, 0.99), (0.5, 0.01), (5.0, 0.99))
 LARGE = ((-50.0, 0.99), (-5.0, 0.99), (0.0, 0.99), (5.0, 0.99), (50.0, 0.99))
 FAMILIES = (
     Family("digits, batch 64", "AdamW", 3e-3, 660, 64, SMALL, 11),
-    Family("digits, full batch", "LAMB", 0.05, 600, 0, LARGE, 12),
+    Family("digits, full batch", "LAMB", 0.01, 600, 0, LARGE, 12),
     Family("tiny GPT-2, batch 128", "LAMB", 0.04, 240, 128, (LARGE[0], LARGE[2], LARGE[4]), 4),
 )
 
