@@ -61,6 +61,10 @@ class Plan:
     """For a fixed number of epochs; 0 is all of the data at once."""
     others: tuple[tuple[float, float], ...]
     rates: dict[str, tuple[float, ...]]
+    refined: tuple[str, ...]
+    """Whose rates are tuned by the square root of 2 as well, as those of the other ALTOs are."""
+    momenta: tuple[float, ...]
+    """beta2 of LAMB, less than the usual."""
     widen: int
     """How often a rate beyond the first ones may be tried."""
 
@@ -69,13 +73,15 @@ FULL = Plan(
     seeds=(2, 3, 4),
     iterations=240,
     batch=128,
-    longer=720,
+    longer=480,
     share="0.9",
     scarce="0.01",
     epochs=20,
-    batches=(64, 256, 0),
+    batches=(64, 0),
     others=OTHERS,
     rates=RATES,
+    refined=("alto", "lamb", "adamw", "adabelief"),
+    momenta=(0.5, 0.0),
     widen=2,
 )
 QUICK = Plan(
@@ -89,6 +95,8 @@ QUICK = Plan(
     batches=(),
     others=((50.0, 0.99), (-70.0, 0.99)),
     rates={name: rates[:1] for name, rates in RATES.items()},
+    refined=(),
+    momenta=(),
     widen=0,
 )
 
@@ -125,21 +133,29 @@ def explore(plan: Plan, trials: Trials) -> Findings:
     found = Findings([], [])
     once = Trial("lamb", 0.0, share=plan.share, batch=plan.batch, iterations=plan.iterations, seed=TUNING_SEED)
 
-    tuned = {}
+    coarse = {}
     for name in plan.rates:
         start = replace(once, optimizer=name, **(PAPER if name == "alto" else {}))
-        tuned[name] = tune(start, plan.rates[name], plan.widen, trials, found)
-    for best in tuned.values():
+        coarse[name] = tune(start, plan.rates[name], plan.widen, trials, found)
+    chosen = list(_other_settings(coarse["alto"], plan, trials, found))
+    rival = min(chosen, key=lambda trial: trials(trial).final)
+    tuned = {
+        name: tune(best, _near(best.lr), 0, trials, found) if name in plan.refined else best
+        for name, best in coarse.items()
+    }
+    for best in (*tuned.values(), *chosen):
         found.entries.append(Entry("once", best, trials.seeds(best, plan.seeds)))
 
-    chosen = list(_other_settings(tuned["alto"], plan, trials, found))
-    for best in chosen:
+    # A positive alpha takes some of the momentum back, so LAMB may have as much by less momentum.
+    start = coarse["lamb"]
+    calmer = [tune(replace(start, beta2=beta2), _near(start.lr), 1, trials, found) for beta2 in plan.momenta]
+    if calmer:
+        best = min(calmer, key=lambda trial: trials(trial).final)
         found.entries.append(Entry("once", best, trials.seeds(best, plan.seeds)))
-    rival = min(chosen, key=lambda trial: trials(trial).final)
 
     scarce = replace(once, share=plan.scarce)
     for batch in plan.batches:
-        found.entries += _at_batch(batch, scarce, tuned["lamb"].lr, rival, plan, trials, found)
+        found.entries += _at_batch(batch, scarce, coarse["lamb"].lr, rival, plan, trials, found)
     if plan.longer:
         for best in (tuned["lamb"], tuned["alto"], rival):
             trial = replace(best, iterations=plan.longer)
@@ -173,8 +189,11 @@ def _other_settings(paper: Trial, plan: Plan, trials: Trials, found: Findings) -
         found.tuning.append((candidate, trials(candidate).final))
     for sign in (1, -1):
         best = min((c for c in candidates if c.alpha * sign > 0), key=lambda trial: trials(trial).final)
-        factors = (0.5**0.5, 1.0, 2**0.5) if plan.widen else (1.0,)
-        yield tune(best, [best.lr * factor for factor in factors], 0, trials, found)
+        yield tune(best, _near(best.lr) if plan.widen else (best.lr,), 0, trials, found)
+
+
+def _near(rate: float) -> tuple[float, ...]:
+    return rate / 2**0.5, rate, rate * 2**0.5
 
 
 def _at_batch(

@@ -37,9 +37,9 @@ def _others(ax: Any, found: Findings) -> None:
     for trial, loss in found.tuning:
         if trial.optimizer == "alto" and (trial.share, trial.lr) == (first.share, first.lr):
             points.setdefault(trial.beta1, {})[trial.rho] = loss
-    lamb = next(
-        loss for t, loss in found.tuning if t.optimizer == "lamb" and (t.share, t.lr) == (first.share, first.lr)
-    )
+    same = [trial for trial, _ in found.tuning if trial.optimizer == "lamb" and trial.share == first.share]
+    at = first.lr if first.lr in [trial.lr for trial in same] else same[0].lr
+    lamb = next(loss for trial, loss in found.tuning if trial in same and trial.lr == at)
     for beta1, colour in zip(sorted(points), ("tab:blue", "tab:green", "tab:red", "tab:purple"), strict=False):
         by_rho = sorted({**points[beta1], 0.0: lamb}.items())
         ax.plot(*zip(*by_rho, strict=True), "o-", ms=4, color=colour, label=f"beta1 {beta1:g}")

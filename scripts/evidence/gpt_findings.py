@@ -12,6 +12,7 @@ from .tiny_gpt import Outcome, Trial
 
 NAMES = {"alto": "ALTO", "lamb": "LAMB", "adamw": "AdamW", "adam": "Adam", "adabelief": "AdaBelief", "lion": "Lion"}
 PAPER_ALPHA = -5.0
+MOMENTUM = Trial.beta2
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Entry:
     def name(self) -> str:
         trial = self.trial
         if trial.optimizer != "alto":
-            return NAMES[trial.optimizer]
+            return NAMES[trial.optimizer] + (f" (beta2 {trial.beta2:g})" if trial.beta2 != MOMENTUM else "")
         return f"ALTO (alpha {trial.alpha:g}, beta1 {trial.beta1:g})"
 
     @property
@@ -53,7 +54,12 @@ class Findings:
 
     def peers(self) -> dict[str, Entry]:
         """The six of the paper's table, by name."""
-        return {e.trial.optimizer: e for e in self.at("once") if e.trial.optimizer != "alto" or e.is_paper}
+        usual = [entry for entry in self.at("once") if entry.trial.beta2 == MOMENTUM]
+        return {e.trial.optimizer: e for e in usual if e.trial.optimizer != "alto" or e.is_paper}
+
+    def calmer(self) -> Entry | None:
+        """LAMB with less momentum."""
+        return next((entry for entry in self.at("once") if entry.trial.beta2 != MOMENTUM), None)
 
     def by_batch(self) -> Iterator[tuple[int, Entry, Entry, Entry]]:
         """(batch, LAMB, the paper's ALTO, the other ALTO) for the same number of epochs, small batches first."""

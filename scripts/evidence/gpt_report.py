@@ -47,6 +47,7 @@ def rows(found: Findings) -> list[dict[str, Any]]:
                 "alpha": trial.alpha if trial.optimizer == "alto" else None,
                 "beta1": trial.beta1 if trial.optimizer == "alto" else None,
                 "rho": round(trial.rho, 4) if trial.optimizer == "alto" else None,
+                "beta2": trial.beta2,
                 "lr": trial.lr,
                 "batch": trial.batch,
                 "iterations": trial.iterations,
@@ -190,6 +191,7 @@ def _against_lamb(found: Findings) -> Iterator[tuple[str, Entry, Difference]]:
 
 
 def notes(found: Findings) -> list[str]:
+    positive = _best_of_sign(found, 1)
     compared = list(_against_lamb(found))
     ahead = [f"{place}: {entry.name} by {-d.mean:.3f} nats" for place, entry, d in compared if d.lower]
     behind = [f"{place}: {entry.name} by {d.mean:.3f} nats" for place, entry, d in compared if d.higher]
@@ -202,26 +204,43 @@ def notes(found: Findings) -> list[str]:
         f"ALTO ahead of LAMB beyond noise: {'; '.join(ahead) or 'nowhere'}.",
         f"ALTO behind LAMB beyond noise: {'; '.join(behind) or 'nowhere'}.",
         f"Validation loss on the tuning seed at lr {first.lr:g}: {'; '.join(listed)}.",
+        f"{positive.name}, tuned, is {_rivals(found, positive)}; nats of validation loss, every sample seen once.",
         "At the end of a cosine all seeds' losses still differ more than most optimizers do; runs this short say "
         "nothing about 5,000 iterations of a large model.",
     ]
 
 
+def _rivals(found: Findings, entry: Entry) -> str:
+    """Where ``entry`` stands beside the others that see the text once."""
+    calmer = found.calmer()
+    others = [e for name, e in found.peers().items() if name != "alto"] + ([calmer] if calmer else [])
+    return "; ".join(f"{_how(gap(entry, other))} {other.name} ({gap(entry, other)})" for other in others)
+
+
+def _how(difference: Difference) -> str:
+    return "ahead of" if difference.lower else "behind" if difference.higher else "level with"
+
+
 def guidance(found: Findings) -> list[str]:
     negative, positive = _best_of_sign(found, -1), _best_of_sign(found, 1)
-    lamb, alto = found.peers()["lamb"], found.peers()["alto"]
+    lamb, alto, calmer = found.peers()["lamb"], found.peers()["alto"], found.calmer()
     told = []
     for entry, sign in ((positive, "positive"), (negative, "negative")):
-        difference = gap(entry, lamb)
-        how = "ahead of" if difference.lower else "behind" if difference.higher else "level with"
+        difference, trial = gap(entry, lamb), entry.trial
         told.append(
-            f"the best {sign} alpha ({entry.trial.alpha:g} at beta1 {entry.trial.beta1:g}) is {how} LAMB "
-            f"({difference} nats)"
+            f"the best {sign} alpha of those tried ({trial.alpha:g} at beta1 {trial.beta1:g}, rho {trial.rho:+.2f}) is "
+            f"{_how(difference)} LAMB ({difference} nats)"
         )
-    return [
-        f"Language model, {lamb.trial.batch * 32:,} tokens a step: {' and '.join(told)}.",
-        f"ALTO and LAMB want the same rate: tuned apart they chose {alto.trial.lr:g} and {lamb.trial.lr:g} "
-        f"for {lamb.trial.iterations} iterations."
-        if alto.trial.lr == lamb.trial.lr
-        else f"ALTO and LAMB may want other rates: tuned apart they chose {alto.trial.lr:g} and {lamb.trial.lr:g}.",
-    ]
+    sentences = [f"Language model, {lamb.trial.batch * 32:,} tokens a step: {' and '.join(told)}."]
+    if calmer:
+        sentences.append(
+            f"Before turning to alpha > 0, try less momentum: beside LAMB with beta2 {calmer.trial.beta2:g} that best "
+            f"positive alpha is {_how(gap(positive, calmer))} it ({gap(positive, calmer)} nats), and "
+            f"that LAMB is {_how(gap(calmer, lamb))} LAMB with beta2 {lamb.trial.beta2:g} ({gap(calmer, lamb)})."
+        )
+    same = "the same rate" if alto.trial.lr == lamb.trial.lr else "other rates"
+    sentences.append(
+        f"ALTO (alpha -5, beta1 0.99) and LAMB want {same}: tuned apart they chose {alto.trial.lr:g} and "
+        f"{lamb.trial.lr:g} for {lamb.trial.iterations} iterations; tune LAMB and start from its rate."
+    )
+    return sentences

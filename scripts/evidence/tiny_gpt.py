@@ -50,6 +50,8 @@ class Trial:
     batch: int = 128
     iterations: int = 240
     seed: int = 1
+    beta2: float = 0.9
+    """Momentum: the decay of the first moment, whatever the optimizer calls it."""
 
     @property
     def rho(self) -> float:
@@ -57,9 +59,9 @@ class Trial:
 
     def run(self, data: Path) -> Run:
         """Its settings, as a pretraining run has them."""
-        options: dict[str, Any] = {"betas": [0.9, 0.99]}
+        options: dict[str, Any] = {"betas": [self.beta2, 0.99]}
         if self.optimizer == "alto":
-            options = {"alpha": self.alpha, "betas": [self.beta1, 0.9, 0.99]}
+            options = {"alpha": self.alpha, "betas": [self.beta1, self.beta2, 0.99]}
         decay = {"alto": 1e-4, "lamb": 1e-4, "adam": 0.0, "adabelief": 0.0}.get(self.optimizer, 1e-2)
         training = {"iterations": self.iterations, "global_batch": self.batch, "precision": "fp32", "clip": 1.0}
         return parse(
