@@ -163,6 +163,7 @@ def test_a_stair_is_a_plateau_and_then_a_drop():
         return large_batch.has_stair(list(enumerate(errors)))
 
     assert stair([0.2] * 50 + [0.02] * 50)
+    assert stair([0.2] * 50 + [0.02] * 500)
     assert not stair([0.2 * 0.95**i for i in range(100)])
     assert not stair([0.2] * 100)
 
