@@ -25,6 +25,11 @@ Everything ran on CPU cores with data that ships with Python packages. Models ar
 ran on a GPU**. A claim that did not hold at this scale may hold at the paper's, and the other way round.
 """
 
+NOT_LOOKED_AT = """\
+Of the paper's experiments, these have no study here: fine-tuning BERT, VGG-16 and DenseNet, LSTMs, reinforcement learning,
+and time to a given accuracy on GPUs. The convergence theorems were not checked.
+"""
+
 GUIDANCE_HEAD = """\
 ## Choosing alpha, beta1 and lr
 
@@ -57,7 +62,7 @@ def compose(results: list[dict[str, Any]], link: str = "scripts/evidence/results
     """
     if not results:
         raise ValueError("there are no results: run `python -m scripts.evidence all` first")
-    parts = [HEAD, _tally(results), _claims(results, link)]
+    parts = [HEAD, _tally(results), _claims(results, link), NOT_LOOKED_AT]
     parts += [_section(result, link) for result in results]
     guidance = [sentence for result in results for sentence in result["guidance"]]
     if guidance:

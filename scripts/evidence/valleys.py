@@ -22,6 +22,7 @@ BETA1 = 0.99
 ALPHAS = (0.0, -5.0, -80.0)
 #: The paper does not give the rates of its figure; these let the plain optimizer reach the valley and settle.
 RATES = {"SGD": 2e-4, "Adam": 1e-2, "LAMB": 2e-3}
+OF_THE_VALLEY = ("entered", "inside", "flattest")
 ADAPTED = {"SGD": "ESGD", "Adam": "EAdam", "LAMB": "ALTO"}
 SHIFT = 4.0
 INTRO = """\
@@ -106,7 +107,8 @@ def run(quick: bool, into: Path) -> Result:
 
 def _row(valley: Valley, base: str, alpha: float, found: list[Exploration]) -> dict[str, Any]:
     def mean(name: str) -> float:
-        values = [getattr(one, name) for one in found if one.entered is not None or name in ("lowest", "last")]
+        # When it entered, and what it met there, only a path can tell that did.
+        values = [getattr(one, name) for one in found if one.entered is not None or name not in OF_THE_VALLEY]
         return fmean(values) if values else math.nan
 
     return {
