@@ -26,8 +26,8 @@ ran on a GPU**. A claim that did not hold at this scale may hold at the paper's,
 """
 
 NOT_LOOKED_AT = """\
-Of the paper's experiments, these have no study here: fine-tuning BERT, VGG-16 and DenseNet, LSTMs, reinforcement learning,
-and time to a given accuracy on GPUs. The convergence theorems were not checked.
+Of the paper's experiments, these have no study here: fine-tuning BERT, VGG-16 and DenseNet, LSTMs, reinforcement
+learning, and time to a given accuracy on GPUs. The convergence theorems were not checked.
 """
 
 GUIDANCE_HEAD = """\
