@@ -1,0 +1,72 @@
+"""The figure of :mod:`.gpt`."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from .figures import COLOURS, new_figure, save
+from .gpt_findings import NAMES, Entry, Findings, gap
+
+
+def draw(found: Findings, into: Path) -> list[str]:
+    figure, axes = new_figure(1, 3, width=5.0, height=4.0)
+    _curves(axes[0][0], list(found.peers().values()), "six optimizers, tuned")
+    _others(axes[0][1], found)
+    _batches(axes[0][2], found)
+    return [save(figure, into, "gpt.png")]
+
+
+def _curves(ax: Any, entries: list[Entry], title: str) -> None:
+    for entry in sorted(entries, key=lambda entry: -statistics.fmean(entry.losses)):
+        curves = list(zip(*(outcome.valid for outcome in entry.outcomes), strict=True))
+        steps, colour = entry.outcomes[0].steps, COLOURS[NAMES[entry.trial.optimizer]]
+        mean = [statistics.fmean(at) for at in curves]
+        ax.plot(steps, mean, color=colour, label=f"{NAMES[entry.trial.optimizer]}, {entry.perplexity:.0f}")
+        ax.fill_between(steps, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.12, lw=0)
+    ax.set(xlabel="iterations", ylabel="validation loss, nats a token", title=title, ylim=(None, 6.0))
+    ax.legend(title="perplexity at the end", fontsize=8)
+    ax.grid(alpha=0.3)
+
+
+def _others(ax: Any, found: Findings) -> None:
+    """The loss of every (alpha, beta1) at the first ALTO's rate on the tuning seed, by rho."""
+    first = found.peers()["alto"].trial
+    points: dict[float, dict[float, float]] = {}
+    for trial, loss in found.tuning:
+        if trial.optimizer == "alto" and (trial.share, trial.lr) == (first.share, first.lr):
+            points.setdefault(trial.beta1, {})[trial.rho] = loss
+    same = [trial for trial, _ in found.tuning if trial.optimizer == "lamb" and trial.share == first.share]
+    at = first.lr if first.lr in [trial.lr for trial in same] else same[0].lr
+    lamb = next(loss for trial, loss in found.tuning if trial in same and trial.lr == at)
+    for beta1, colour in zip(sorted(points), ("tab:blue", "tab:green", "tab:red", "tab:purple"), strict=False):
+        by_rho = sorted({**points[beta1], 0.0: lamb}.items())
+        ax.plot(*zip(*by_rho, strict=True), "o-", ms=4, color=colour, label=f"beta1 {beta1:g}")
+    ax.axhline(lamb, color=COLOURS["LAMB"], ls="--", label="LAMB (rho 0)")
+    ax.set(xlabel="rho = -alpha (1 - beta1)", ylabel="validation loss", title=f"one seed, lr {first.lr:g}")
+    ax.legend(fontsize=8)
+    ax.grid(alpha=0.3)
+
+
+def _batches(ax: Any, found: Findings) -> None:
+    """ALTO's loss less LAMB's for the same number of epochs; bars are two standard errors."""
+    sizes = list(found.by_batch())
+    for index, colour in ((2, COLOURS["ALTO"]), (3, "tab:blue")):
+        gaps = [gap(size[index], size[1]) for size in sizes]
+        label = sizes[0][index].name
+        ax.errorbar(
+            [size[0] for size in sizes],
+            [d.mean for d in gaps],
+            [2 * d.error for d in gaps],
+            fmt="o-",
+            capsize=4,
+            color=colour,
+            label=label,
+        )
+    ax.axhline(0, color=COLOURS["LAMB"], ls="--", label="LAMB")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.set(xlabel="batch, same number of epochs", ylabel="validation loss less LAMB's", title="below 0: ahead of LAMB")
+    ax.legend(fontsize=8)
+    ax.grid(alpha=0.3)

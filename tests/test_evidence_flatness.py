@@ -1,0 +1,65 @@
+"""The study of flatness, and the power iteration that it rests on."""
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.evidence import flatness, flatness_report
+from scripts.evidence.flatness import Course, Family
+from scripts.evidence.hessian import top_eigenvalue
+from scripts.evidence.study import FAILED, HELD
+
+
+@pytest.mark.parametrize("top", [7.5, -7.5])
+def test_the_power_iteration_finds_the_eigenvalue_that_is_largest_in_size(top):
+    torch.manual_seed(2)
+    q, _ = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))
+    values = torch.tensor([top, 5.0, -4.0, *[0.1 * i for i in range(9)]], dtype=torch.float64)
+    matrix = q @ torch.diag(values) @ q.T
+    first, second = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in (5, 7))
+
+    def loss():
+        x = torch.cat([first, second])
+        return 0.5 * x @ matrix @ x + x.sum()
+
+    assert top_eigenvalue(loss, [first, second], tolerance=1e-6) == pytest.approx(top, rel=1e-4)
+
+
+def test_the_power_iteration_agrees_with_the_whole_hessian_of_a_network():
+    net = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(40, 4, dtype=torch.float64), torch.randint(0, 3, (40,))
+    names, values = zip(*net.named_parameters(), strict=True)
+
+    def of(flat):
+        cut, at = {}, 0
+        for name, value in zip(names, values, strict=True):
+            cut[name], at = flat[at : at + value.numel()].view_as(value), at + value.numel()
+        return nn.functional.cross_entropy(torch.func.functional_call(net, cut, (x,)), y)
+
+    flat = nn.utils.parameters_to_vector(values).detach()
+    exact = torch.linalg.eigvalsh(torch.autograd.functional.hessian(of, flat))
+    largest = exact[exact.abs().argmax()].item()
+    found = top_eigenvalue(
+        lambda: nn.functional.cross_entropy(net(x), y), list(values), iterations=2000, tolerance=1e-7
+    )
+    assert found == pytest.approx(largest, rel=1e-3)
+
+
+def course(eigenvalue, drift, loss):
+    return Course([1, 2], [9.0, eigenvalue], [0.1, drift], [0.1, 0.1], [2.0, loss], 0.1)
+
+
+@pytest.mark.parametrize("flatter", [True, False])
+def test_verdicts_follow_the_numbers(flatter):
+    family = Family("made up", "LAMB", 0.1, 2, 1, ((-5.0, 0.99), (0.0, 0.99), (5.0, 0.99)), 2)
+    jitter = (1.0, 1.01, 1.02)
+    runs = {-1: [course(1 * j, 5 * j, 0.9 * j) for j in jitter], 1: [course(3 * j, 4 * j, 0.5 * j) for j in jitter]}
+    low, high = (runs[-1], runs[1]) if flatter else (runs[1], runs[-1])
+    middle = [course(2 * j, 4.5 * j, 0.7 * j) for j in jitter]
+    courses = {(family, (-5.0, 0.99)): low, (family, (0.0, 0.99)): middle, (family, (5.0, 0.99)): high}
+    assert {claim.verdict for claim in flatness_report.claims(courses)} == {HELD if flatter else FAILED}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    return flatness.run(True, tmp_path_factory.mktemp("flatness"))
