@@ -12,13 +12,13 @@ the paper, norms over whole parameters when they are sharded.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.optim import Optimizer
 
+from . import ratios
 from . import state as states
 from .checkpoint import check_saved_by_alto, load_exactly
 from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_betas, refuse_near_misses, refuse_unknown
@@ -30,7 +30,6 @@ from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import Entry, StepPlan
 from .update import Coefficients, Kernel, Piece, check_kernel, kernel_for, kernel_unless
-from .update.reference import trust_ratio
 from .update.rounding import seed_of
 from .work import Work, checked_gradient
 
@@ -109,7 +108,7 @@ class ALTO(Optimizer):
         self._model_copies = states.ModelCopies({}, [])
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
-        self._warn_if_no_ratio()
+        ratios.warn_if_nobody_gets_one(self.param_groups)
         register_loaded()
 
     # -- parameter groups and layouts ---------------------------------------------------------------
@@ -210,22 +209,6 @@ class ALTO(Optimizer):
             said.update(Hyperparameters.from_group(group).in_words(f"of parameter group {g}"))
         return said
 
-    def _ratio_for(self, group: Mapping[str, Any], hyper: Hyperparameters) -> str:
-        """Which segments of a group get the layer-wise ratio: "every", "matrices" or "no" segment."""
-        if hyper.layerwise == "decayed":
-            return "every" if _is_decayed(group) else "no"
-        return {"matrices": "matrices", "all": "every", "none": "no"}[hyper.layerwise]
-
-    def _warn_if_no_ratio(self) -> None:
-        groups = [group for group in self.param_groups if group["params"]]
-        if groups and all(group["layerwise"] == "decayed" and not _is_decayed(group) for group in groups):
-            warnings.warn(
-                'ALTO: no parameter group has weight decay, so under layerwise="decayed" no parameter gets the '
-                'layer-wise ratio. Set a weight_decay, or layerwise="matrices" or "all" to have the ratio without '
-                'decay, or layerwise="none" if that is what you want.',
-                stacklevel=3,
-            )
-
     # -- the step -----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -266,9 +249,9 @@ class ALTO(Optimizer):
             partial[device] = plan.norms.zeros(device)
             self._kernel_on(device, skip).phase_one(pieces, partial[device])
 
-        ratios, step_sizes = self._ratios(plan, hypers, partial)
+        ratio_of_slot, step_sizes = ratios.complete(plan, hypers, partial)
         if measured is not None:
-            self._diagnostics.after(measured, plan.norms, plan.labels, ratios)
+            self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
 
         for device, pieces in work.pieces.items():
             self._kernel_on(device, skip).phase_two(pieces, step_sizes.to(device))
@@ -337,7 +320,7 @@ class ALTO(Optimizer):
                 exp_avg=cast(torch.Tensor, m),
                 exp_avg_sq=cast(torch.Tensor, v),
                 grad_ema=u,
-                spans=entry.spans(self._ratio_for(group, hyper)),
+                spans=entry.spans(ratios.ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
                 model_copy=self._model_copies.flat(param),
                 seed=self._seed(entry, g, i),
@@ -351,23 +334,6 @@ class ALTO(Optimizer):
             return 0
         described = entry.tensor in self._layouts and entry.layout.segments
         return seed_of(g, i, entry.layout.segments[0].parameter.name if described else "")
-
-    def _ratios(
-        self, plan: StepPlan, hypers: Sequence[Hyperparameters], partial: Mapping[torch.device, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer-wise ratio of each slot, and lr times that. A slot that nobody summed has ratio 1."""
-        if all(hyper.layerwise == "none" for hyper in hypers):
-            ones = torch.ones(len(plan.norms.slots))
-            return ones, ones
-        sums = plan.norms.complete(partial)
-        theta_norm, r_norm = sums.sqrt()
-        ratios, step_sizes = torch.ones_like(theta_norm), torch.empty_like(theta_norm)
-        for hyper, slots in zip(hypers, plan.group_slots, strict=True):
-            index = slots.on(sums.device)
-            ratio = trust_ratio(theta_norm[index], r_norm[index], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
-            ratios[index] = ratio
-            step_sizes[index] = ratio * hyper.lr
-        return ratios, step_sizes
 
     # -- skipped steps ------------------------------------------------------------------------------
 
@@ -478,8 +444,3 @@ class ALTO(Optimizer):
             self._use_layouts({}, ())
         super().__setstate__(state)
         self._plans.clear()
-
-
-def _is_decayed(group: Mapping[str, Any]) -> bool:
-    """A group's intent, if it states one; else whether its weight decay is not 0 today."""
-    return bool(group.get("decayed", group["weight_decay"] != 0))
