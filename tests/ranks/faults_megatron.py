@@ -85,4 +85,5 @@ def case_megatron_a_quota_on_one_rank_stops_all(directory):
 
 @worlds(2)
 def case_megatron_the_loop_skips_and_stops(directory):
-    skips.skips_and_stops(run_of(), engine_of, lambda engine: list(engine._model.parameters())[-1], directory / "skips")
+    into = directory / "megatron skips"
+    skips.skips_and_stops(run_of(), engine_of, lambda engine: list(engine._model.parameters())[-1], into)

@@ -94,8 +94,8 @@ def case_a_nan_reaches_replicas_and_other_meshes():
 
 
 @worlds(2)
-def case_without_the_agreement_ranks_drift_apart():
-    """The negative control: each rank for itself, and the rank with the NaN is left behind by the other's norms."""
+def case_the_flag_is_that_of_the_ranks_that_must_agree():
+    """Each rank for itself, the rank with the NaN alone would know of it."""
     mesh = init_device_mesh("cpu", (2,))
     model = sharded_network(mesh)
     optimizer = ALTO(param_groups(model, 1e-2), skip_nonfinite=True, **HYPER)

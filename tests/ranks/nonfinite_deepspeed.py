@@ -23,16 +23,16 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 #: Label -> zero section, more of the config. The first ones run every day.
 CELLS = {
     "fp32, stage 0": (None, {}),
-    "fp32, stage 2": ({"stage": 2}, {}),
     "fp32, stage 2, no norm": ({"stage": 2, "compute_grad_norm": False}, {"clip": 0.0}),
     "fp32, stage 3": ({"stage": 3}, {}),
-    "bf16, stage 0": (None, BF16),
     "bf16, stage 1, BF16_Optimizer": ({"stage": 1}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
     "bf16, stage 2, unchecked": ({"stage": 2}, UNCHECKED),
     "bf16, stage 3": ({"stage": 3, "sub_group_size": 40}, BF16),
-    "bf16, stage 2, offload": ({"stage": 2, **OFFLOAD}, BF16),
 }
 MORE = {
+    "fp32, stage 2": ({"stage": 2}, {}),
+    "bf16, stage 0": (None, BF16),
+    "bf16, stage 2, offload": ({"stage": 2, **OFFLOAD}, BF16),
     "fp32, stage 1": ({"stage": 1}, {}),
     "bf16, stage 1": ({"stage": 1}, BF16),
     "bf16, stage 1, unchecked": ({"stage": 1}, UNCHECKED),
@@ -92,7 +92,7 @@ def train(engine, bad, rank):
         if k in bad and bad[k] is None:
             continue  # the run that never had it
         x, y = x.chunk(world)[dist.get_rank()], y.chunk(world)[dist.get_rank()]
-        before, skipped = everything(engine), engine.skipped_steps
+        before, skipped = everything(engine) if k in bad else None, engine.skipped_steps
         with nan_in(engine, bad.get(k), rank):
             engine.backward(loss_of(engine(x), y))
         engine.step()

@@ -41,7 +41,11 @@ class Poisoned:
 def skips_and_stops(run: Run, build, param_of, directory):
     """``build(run)`` gives the engine, ``param_of(engine)`` a parameter that the last rank has a gradient of."""
     if dist.get_rank() == 0:
-        prepare(directory / "tokens", [REPO / "LICENSE"], kind="bytes", split=(0.7, 0.2, 0.1))
+        directory.mkdir()
+        paragraphs = (REPO / "LICENSE").read_text().split("\n\n")
+        text = directory / "licence.jsonl"
+        text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
+        prepare(directory / "tokens", [text], kind="bytes", split=(0.7, 0.2, 0.1))
     dist.barrier()
     settings = {
         "data": dataclasses.replace(run.data, directory=str(directory / "tokens")),
