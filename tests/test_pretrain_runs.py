@@ -245,7 +245,8 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data
         rank_process(process, 1).kill()
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
-    assert "alto_distributed pretrain: rank 0 lost contact with another rank: Connection closed" in output
+    # Closed or reset, found in reading or in writing: gloo has several words for it.
+    assert "alto_distributed pretrain: rank 0 lost contact with another rank: " in output, output[-8000:]
     assert "The same command goes on from the newest checkpoint, " in output
     assert output.count("resumed from") == 1, output[-4000:]
     assert losses(into) == losses(folder / engine)  # to the last digit
