@@ -271,7 +271,7 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, data, tmp_
         finally:
             hanging.kill()
     assert process.returncode == 1, output[-4000:]
-    assert seconds - 2 < waited < seconds + 20, waited  # the machine may be busy
+    assert seconds - 2 < waited < seconds + 30, waited  # the machine may be busy
     (said,) = [line for line in output.splitlines() if line.startswith("alto_distributed pretrain: ")]
     assert "rank 0 lost contact with another rank: Timed out waiting 12000ms" in said
     assert "has not answered for training.timeout=12 seconds" in said
