@@ -109,7 +109,7 @@ def tensors(value, where=""):
 
 
 def digest(tensor):
-    return tensor.dtype, tensor.shape, hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+    return tensor.dtype, tensor.shape, hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def begun_from(whole, engine, step, into):
@@ -251,7 +251,8 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data
         rank_process(process, 1).kill()
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
-    assert "alto_distributed pretrain: rank 0 lost contact with another rank: Connection closed" in output
+    # Closed or reset, found in reading or in writing: gloo has several words for it.
+    assert "alto_distributed pretrain: rank 0 lost contact with another rank: " in output, output[-8000:]
     assert "The same command goes on from the newest checkpoint, " in output
     assert output.count("resumed from") == 1, output[-4000:]
     assert losses(into) == losses(folder / engine)  # to the last digit
@@ -276,7 +277,7 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, data, tmp_
         finally:
             hanging.kill()
     assert process.returncode == 1, output[-4000:]
-    assert seconds - 2 < waited < seconds + 20, waited  # the machine may be busy
+    assert seconds - 2 < waited < seconds + 30, waited  # the machine may be busy
     (said,) = [line for line in output.splitlines() if line.startswith("alto_distributed pretrain: ")]
     assert "rank 0 lost contact with another rank: Timed out waiting 12000ms" in said
     assert "has not answered for training.timeout=12 seconds" in said
