@@ -63,6 +63,12 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return piece.permute(sorted(range(local.ndim), key=lambda dim: (-local.stride()[dim], dim)))
 
 
+def flat_view(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The same in one dimension. Raises RuntimeError where that would take a copy."""
+    ordered = in_memory_order(tensor, param)
+    return ordered if ordered.ndim == 1 else ordered.view(-1)
+
+
 def match_layout(state: torch.Tensor, param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.Tensor:
     """``state`` as it must be to serve ``param``: on its device, in the state's precision and memory order.
 

@@ -136,13 +136,23 @@ static inline Wide widen(const float *from) {
 #endif
 }
 
-/* The square of a float32 is exact in float64, so it is of no importance whether this is fused. */
+/* The square of a float32 is exact in float64, so fused or not gives the same bits. */
+static inline Wide plus_square(Wide sum, Wide x) {
+#if defined(__AVX512F__)
+    return (Wide)_mm512_fmadd_pd((__m512d)x, (__m512d)x, (__m512d)sum);
+#elif defined(__FMA__)
+    return (Wide)_mm256_fmadd_pd((__m256d)x, (__m256d)x, (__m256d)sum);
+#else
+    return sum + x * x;
+#endif
+}
+
 static inline void add_squares(Wide *sums, Vector x) {
     float parts[WIDTH];
     store(parts, x);
     for (int i = 0; i < WIDTH; i += WIDE) {
-        Wide part = widen(parts + i);
-        sums[i % LANES / WIDE] += part * part;
+        Wide *sum = &sums[i % LANES / WIDE];
+        *sum = plus_square(*sum, widen(parts + i));
     }
 }
 
@@ -318,7 +328,13 @@ static void tile_of_phase_two(const Span *s, double step_size, int64_t at, int n
     float *restrict theta = as_float(s->param, s->param_is_bf16, at, n, buffer_theta);
     float eps = (float)s->eps, scale = (float)s->scale, decay = (float)s->weight_decay;
     float minus_step = -(float)step_size;
-    for (int i = 0; i < n; i++) {
+    int i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) {
+        Vector here = load(theta + i);
+        Vector r = all(decay) * here + (all(scale) * load(m + i)) / (vector_sqrt(load(v + i)) + all(eps));
+        store(theta + i, vector_fma(all(minus_step), r, here));
+    }
+    for (; i < n; i++) {
         float r = decay * theta[i] + (scale * m[i]) / (sqrtf(v[i]) + eps);
         theta[i] = fma_as_torch(minus_step, r, theta[i]);
     }
@@ -346,14 +362,19 @@ static double sum_of_lanes(const Wide *sums) {
     return sum;
 }
 
+static int converts(const Span *s) {
+    return s->grad_is_bf16 || s->param_is_bf16 || s->exp_avg_is_bf16 || s->grad_ema_is_bf16;
+}
+
 static void do_block(const Job *job, int64_t block) {
     const Span *s = span_of(job, block);
     int64_t at = (block - s->first_block) * BLOCK;
     int64_t stop = at + BLOCK < s->length ? at + BLOCK : s->length;
     Squares squares;
     memset(&squares, 0, sizeof squares);
-    for (; at < stop; at += TILE) {
-        int n = stop - at < TILE ? (int)(stop - at) : TILE;
+    int length = converts(s) ? TILE : BLOCK; /* each end of a loop is a pause in the stream from memory */
+    for (; at < stop; at += length) {
+        int n = stop - at < length ? (int)(stop - at) : length;
         if (job->block_sums)
             tile_of_phase_one(s, at, n, &squares);
         else
