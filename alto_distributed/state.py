@@ -57,6 +57,8 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     The order itself is of no importance to the update; that a parameter, its gradient and its states
     share it is. A channels-last parameter and its states thus become flat views without a copy.
     """
+    if type(tensor) in dtensor.PLAIN and type(param) in dtensor.PLAIN and param.is_contiguous():
+        return tensor  # as nearly always, and a step asks five times for every parameter
     piece, local = dtensor.local(tensor), dtensor.local(param)
     if local.is_contiguous():
         return piece
