@@ -122,6 +122,17 @@ static inline Vector load(const float *from) {
     return x;
 }
 
+/* The same, and asks for what comes 2 KiB later: there are more streams than a CPU follows by itself, and it does not
+   follow any into the next page. */
+static inline Vector load_ahead(const float *from) {
+    __builtin_prefetch(from + 512, 0, 2);
+    return load(from);
+}
+
+/* Tensors tend to begin at the same place in a page, and a load that follows a store to that place in another page
+   waits for it. So a compiler must not move loads behind stores. */
+#define LOADS_BEFORE_STORES __asm__ volatile("" ::: "memory")
+
 static inline void store(float *to, Vector x) { memcpy(to, &x, sizeof x); }
 
 static inline Wide widen(const float *from) {
@@ -246,11 +257,14 @@ static inline __attribute__((always_inline)) void loop(int n, const Span *s, con
     const Vector eps = all(s->eps), scale = all(s->scale), decay = all(s->weight_decay);
     Squares sums = *squares;
     for (int i = 0; i < n; i += WIDTH) {
-        Vector new_m = load(m + i), new_v = load(v + i);
+        Vector d = {0}, old_u = {0}, here = {0}, new_m = load_ahead(m + i), new_v = load_ahead(v + i);
+        if (moments) d = load_ahead(g + i);
+        if (moments && ema) old_u = load_ahead(u + i);
+        if (ratio) here = load_ahead(theta + i);
+        LOADS_BEFORE_STORES;
         if (moments) {
-            Vector d = load(g + i);
             if (ema) {
-                Vector gradient = d, old_u = load(u + i);
+                Vector gradient = d;
                 d = lerp(gradient, old_u, to_ema);
                 store(u + i, lerp(old_u, gradient, w1));
             }
@@ -260,7 +274,6 @@ static inline __attribute__((always_inline)) void loop(int n, const Span *s, con
             store(v + i, new_v);
         }
         if (ratio) { /* r = lambda theta + m^ / (sqrt(v^) + eps1), with both bias corrections in scale and eps */
-            Vector here = load(theta + i);
             add_squares(sums.theta, here);
             add_squares(sums.r, decay * here + (scale * new_m) / (vector_sqrt(new_v) + eps));
         }
