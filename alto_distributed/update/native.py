@@ -63,7 +63,7 @@ def available() -> bool:
     found = _library()
     if isinstance(found, NativeUnavailable):
         warnings.warn(
-            f"ALTO's C kernel is not available, and steps on the CPU will be about twice as slow: {found}. "
+            f"ALTO's C kernel is not available, and steps on the CPU will be two or three times as slow: {found}. "
             'kernel="torch" says that this is intended.',
             stacklevel=2,
         )
