@@ -311,9 +311,7 @@ class ALTO(Optimizer):
             flat = theta.reshape(-1)
             if not theta.is_contiguous():
                 work.staged.append((theta, flat))
-            m, v, u = (
-                states.in_memory_order(state[key], param).view(-1) if key in state else None for key in self.state_keys
-            )
+            m, v, u = (states.flat_view(state[key], param) if key in state else None for key in self.state_keys)
             piece = Piece(
                 param=flat,
                 grad=states.in_memory_order(grad, param).reshape(-1),

@@ -58,10 +58,18 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     The order itself is of no importance to the update; that a parameter, its gradient and its states
     share it is. A channels-last parameter and its states thus become flat views without a copy.
     """
+    if type(tensor) in dtensor.PLAIN and type(param) in dtensor.PLAIN and param.is_contiguous():
+        return tensor  # as nearly always, and a step asks five times for every parameter
     piece, local = dtensor.local(tensor), dtensor.local(param)
     if local.is_contiguous():
         return piece
     return piece.permute(sorted(range(local.ndim), key=lambda dim: (-local.stride()[dim], dim)))
+
+
+def flat_view(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The same in one dimension. Raises RuntimeError where that would take a copy."""
+    ordered = in_memory_order(tensor, param)
+    return ordered if ordered.ndim == 1 else ordered.view(-1)
 
 
 def match_layout(state: torch.Tensor, param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.Tensor:

@@ -35,6 +35,9 @@ def _steps(result: dict[str, Any]) -> str:
             f"{row['extra'] / 2**20:.0f}",
         ]
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    disturbed = [f"{row['name']} ({row['others']:.0%})" for row in result["rows"] if row["others"] > result["quiet"]]
+    lines += ["", f"Other processes took at most {result['quiet']:.0%} of the cores in any round that counts"]
+    lines[-1] += f", except beside: {', '.join(disturbed)}." if disturbed else "."
     lines += ["", *(f"Left out: {name} ({why})." for name, why in result["left_out"].items())]
     return "\n".join(lines).rstrip()
 

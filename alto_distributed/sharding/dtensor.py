@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 # A step asks many times for every parameter; nearly all are of these types.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeIs[DTensor]:
     """Without importing torch.distributed.tensor: if nobody has, there is no DTensor."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -4,7 +4,8 @@ A kernel is a module with two functions::
 
     phase_one(pieces, sums)         updates grad_ema, exp_avg and exp_avg_sq in place and adds |theta|^2
                                     and |r|^2 of every span to sums[0, slot] and sums[1, slot]
-    phase_two(pieces, step_sizes)   recomputes r and does theta -= step_sizes[slot] * r
+    phase_two(pieces, step_sizes)   recomputes r and does theta -= step_sizes[slot] * r; the pieces are those of
+                                    phase one, and a piece is not changed in between (its tensors' contents may be)
 
 Between the two, and outside of this folder, the sums become norms of whole logical parameters
 (``sharding.norms``) and the norms become step sizes (:func:`reference.trust_ratio`). A kernel gets all

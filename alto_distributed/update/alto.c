@@ -122,6 +122,17 @@ static inline Vector load(const float *from) {
     return x;
 }
 
+/* The same, and asks for what comes 2 KiB later: there are more streams than a CPU follows by itself, and it does not
+   follow any into the next page. */
+static inline Vector load_ahead(const float *from) {
+    __builtin_prefetch(from + 512, 0, 2);
+    return load(from);
+}
+
+/* Tensors tend to begin at the same place in a page, and a load that follows a store to that place in another page
+   waits for it. So a compiler must not move loads behind stores. */
+#define LOADS_BEFORE_STORES __asm__ volatile("" ::: "memory")
+
 static inline void store(float *to, Vector x) { memcpy(to, &x, sizeof x); }
 
 static inline Wide widen(const float *from) {
@@ -136,13 +147,23 @@ static inline Wide widen(const float *from) {
 #endif
 }
 
-/* The square of a float32 is exact in float64, so it is of no importance whether this is fused. */
+/* The square of a float32 is exact in float64, so fused or not gives the same bits. */
+static inline Wide plus_square(Wide sum, Wide x) {
+#if defined(__AVX512F__)
+    return (Wide)_mm512_fmadd_pd((__m512d)x, (__m512d)x, (__m512d)sum);
+#elif defined(__FMA__)
+    return (Wide)_mm256_fmadd_pd((__m256d)x, (__m256d)x, (__m256d)sum);
+#else
+    return sum + x * x;
+#endif
+}
+
 static inline void add_squares(Wide *sums, Vector x) {
     float parts[WIDTH];
     store(parts, x);
     for (int i = 0; i < WIDTH; i += WIDE) {
-        Wide part = widen(parts + i);
-        sums[i % LANES / WIDE] += part * part;
+        Wide *sum = &sums[i % LANES / WIDE];
+        *sum = plus_square(*sum, widen(parts + i));
     }
 }
 
@@ -236,11 +257,14 @@ static inline __attribute__((always_inline)) void loop(int n, const Span *s, con
     const Vector eps = all(s->eps), scale = all(s->scale), decay = all(s->weight_decay);
     Squares sums = *squares;
     for (int i = 0; i < n; i += WIDTH) {
-        Vector new_m = load(m + i), new_v = load(v + i);
+        Vector d = {0}, old_u = {0}, here = {0}, new_m = load_ahead(m + i), new_v = load_ahead(v + i);
+        if (moments) d = load_ahead(g + i);
+        if (moments && ema) old_u = load_ahead(u + i);
+        if (ratio) here = load_ahead(theta + i);
+        LOADS_BEFORE_STORES;
         if (moments) {
-            Vector d = load(g + i);
             if (ema) {
-                Vector gradient = d, old_u = load(u + i);
+                Vector gradient = d;
                 d = lerp(gradient, old_u, to_ema);
                 store(u + i, lerp(old_u, gradient, w1));
             }
@@ -250,7 +274,6 @@ static inline __attribute__((always_inline)) void loop(int n, const Span *s, con
             store(v + i, new_v);
         }
         if (ratio) { /* r = lambda theta + m^ / (sqrt(v^) + eps1), with both bias corrections in scale and eps */
-            Vector here = load(theta + i);
             add_squares(sums.theta, here);
             add_squares(sums.r, decay * here + (scale * new_m) / (vector_sqrt(new_v) + eps));
         }
@@ -318,7 +341,13 @@ static void tile_of_phase_two(const Span *s, double step_size, int64_t at, int n
     float *restrict theta = as_float(s->param, s->param_is_bf16, at, n, buffer_theta);
     float eps = (float)s->eps, scale = (float)s->scale, decay = (float)s->weight_decay;
     float minus_step = -(float)step_size;
-    for (int i = 0; i < n; i++) {
+    int i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) {
+        Vector here = load(theta + i);
+        Vector r = all(decay) * here + (all(scale) * load(m + i)) / (vector_sqrt(load(v + i)) + all(eps));
+        store(theta + i, vector_fma(all(minus_step), r, here));
+    }
+    for (; i < n; i++) {
         float r = decay * theta[i] + (scale * m[i]) / (sqrtf(v[i]) + eps);
         theta[i] = fma_as_torch(minus_step, r, theta[i]);
     }
@@ -346,14 +375,19 @@ static double sum_of_lanes(const Wide *sums) {
     return sum;
 }
 
+static int converts(const Span *s) {
+    return s->grad_is_bf16 || s->param_is_bf16 || s->exp_avg_is_bf16 || s->grad_ema_is_bf16;
+}
+
 static void do_block(const Job *job, int64_t block) {
     const Span *s = span_of(job, block);
     int64_t at = (block - s->first_block) * BLOCK;
     int64_t stop = at + BLOCK < s->length ? at + BLOCK : s->length;
     Squares squares;
     memset(&squares, 0, sizeof squares);
-    for (; at < stop; at += TILE) {
-        int n = stop - at < TILE ? (int)(stop - at) : TILE;
+    int length = converts(s) ? TILE : BLOCK; /* each end of a loop is a pause in the stream from memory */
+    for (; at < stop; at += length) {
+        int n = stop - at < length ? (int)(stop - at) : length;
         if (job->block_sums)
             tile_of_phase_one(s, at, n, &squares);
         else
