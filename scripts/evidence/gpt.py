@@ -116,15 +116,22 @@ def run(quick: bool, into: Path) -> Result:
             "tuning seed": TUNING_SEED,
             "betas of all but ALTO's beta1": [0.9, 0.99],
             "tuning": [{**asdict(trial), "loss": loss} for trial, loss in found.tuning],
-            "training seconds": round(trials.seconds()),
+            "processor seconds of all runs": round(trials.seconds()),
         },
         seeds=list(plan.seeds),
         rows=gpt_report.rows(found),
         figures=figures,
         claims=gpt_report.claims(found),
-        notes=gpt_report.notes(found),
+        notes=[*gpt_report.notes(found), _time(trials)],
         guidance=gpt_report.guidance(found),
         intro=gpt_report.INTRO,
+    )
+
+
+def _time(trials: Trials) -> str:
+    return (
+        f"All {trials.count()} runs together took {trials.seconds() / 60:.0f} minutes of one core. Finished runs are "
+        "kept in runs/evidence/tiny_gpt, so an interrupted study goes on; the seconds above are of the last call alone."
     )
 
 

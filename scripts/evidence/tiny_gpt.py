@@ -86,6 +86,7 @@ class Outcome:
     train: float
     """Mean over the last twelfth of the iterations."""
     seconds: float
+    """Of the processor."""
 
     @property
     def final(self) -> float:
@@ -125,7 +126,7 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
         observe: called with the number of steps done, the model and the loss of the last batch, before the first step
             (with NaN) and after every one.
     """
-    began = time.perf_counter()
+    began = time.process_time()
     t = run.training
     batches, held_out = (
         Samples(run.data.directory, split, run.model.sequence, run.model.vocabulary, t.seed)
@@ -155,7 +156,7 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
         steps,
         [value if math.isfinite(value) else math.inf for value in valid],
         sum(recent) / len(recent),
-        time.perf_counter() - began,
+        time.process_time() - began,
     )
 
 
@@ -196,6 +197,9 @@ class Trials:
 
     def data(self, share: str) -> Path:
         return stdlib_data(share, self._packages)
+
+    def count(self) -> int:
+        return len(self._done)
 
     def seconds(self) -> float:
         """That all of them took, those of earlier calls included."""
