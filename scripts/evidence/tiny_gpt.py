@@ -52,6 +52,8 @@ class Trial:
     seed: int = 1
     beta2: float = 0.9
     """Momentum: the decay of the first moment, whatever the optimizer calls it."""
+    held_out: int = 256
+    """Samples of a validation."""
 
     @property
     def rho(self) -> float:
@@ -71,7 +73,7 @@ class Trial:
                 "training": {**training, "micro_batch": math.gcd(self.batch, MICRO_BATCH), "seed": self.seed},
                 "optimizer": {"name": self.optimizer, "lr": self.lr, "weight_decay": decay, "options": options},
                 "schedule": {"kind": "cosine", "warmup": max(self.iterations // 12, 1), "final": 0.01},
-                "evaluation": {"every": max(self.iterations // 24, 1), "samples": 256},
+                "evaluation": {"every": max(self.iterations // 24, 1), "samples": self.held_out},
             }
         )
 
