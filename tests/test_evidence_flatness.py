@@ -63,3 +63,23 @@ def test_verdicts_follow_the_numbers(flatter):
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     return flatness.run(True, tmp_path_factory.mktemp("flatness"))
+
+
+def test_the_sign_of_alpha_tells(result):
+    """The further alpha is below 0, the further a run goes from its initial weights: seen with every seed."""
+    drifts = {(row["base"], row["alpha"]): row["drift"] for row in result.rows}
+    for base, size in (("AdamW", 5.0), ("LAMB", 50.0)):
+        assert drifts[base, -size] > drifts[base, 0.0] > drifts[base, size] > 1
+    flat, _, wide, _ = result.claims
+    assert wide.verdict == HELD
+    assert "digits, full batch" in flat.finding
+
+
+def test_the_courses_are_those_of_these_optimizers(result):
+    """Seen here: after 120 steps. The ratio, the decays of the moments and the correction of their bias all enter."""
+    rows = {(row["base"], row["alpha"]): row for row in result.rows}
+    assert rows["AdamW", 0.0]["drift"] == pytest.approx(6.56, rel=0.03)
+    assert rows["LAMB", 0.0]["drift"] == pytest.approx(5.54, rel=0.03)
+    assert rows["AdamW", 0.0]["training loss at the end"] == pytest.approx(0.503, rel=0.1)
+    assert rows["LAMB", 0.0]["training loss at the end"] == pytest.approx(1.51, rel=0.1)
+    assert rows["LAMB", 0.0]["top eigenvalue at the end"] == pytest.approx(6.4, rel=0.2)

@@ -162,7 +162,7 @@ def _draw(rows: list[dict[str, Any]], into: Path) -> str:
                 label=f"alpha {alpha:g}",
             )
     axis.set_yticks(range(1, len(names) + 1), names[::-1])
-    axis.set(xlabel="test loss (mean and range over the seeds)", xscale="log")
+    axis.set(xlabel="test loss (mean and range over the seeds)")
     axis.grid(axis="x", which="both", alpha=0.3)
     axis.legend()
     return save(figure, into, "ablation.png")

@@ -27,6 +27,16 @@ def new_figure(rows: int = 1, columns: int = 1, width: float = 5.0, height: floa
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def plain_ticks(*axes: Any) -> None:
+    """Ticks of logarithmic axes (``axis.xaxis``, ``axis.yaxis``) as numbers, for ranges of about a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    for axis in axes:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(LogLocator(subs=()))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def save(figure: Any, into: Path, name: str) -> str:
     """Write the PNG; returns its name, for Result.figures."""
     into.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ INTRO = (
 def rows(courses: Courses) -> list[dict[str, Any]]:
     table = []
     for (family, (alpha, beta1)), some in courses.items():
-        eigenvalue, spread = mean_and_spread([course.eigenvalue[-1] for course in some])
+        eigenvalue, spread = mean_and_spread([abs(course.eigenvalue[-1]) for course in some])
         level = [_at_loss(course, bar) for course, bar in zip(some, _bars(courses, family), strict=True)]
         table.append(
             {
@@ -39,7 +39,7 @@ def rows(courses: Courses) -> list[dict[str, Any]]:
                 "base": family.base,
                 "alpha": alpha,
                 "beta1": beta1,
-                "rho": round(-alpha * (1 - beta1), 4),
+                "rho": round(-alpha * (1 - beta1), 4) + 0.0,
                 "top eigenvalue at the end": eigenvalue,
                 "+-": spread,
                 "the same at equal loss": statistics.fmean(level),
@@ -58,7 +58,8 @@ def rows(courses: Courses) -> list[dict[str, Any]]:
 
 
 def _sharpness(course: Course) -> float:
-    return math.log(max(course.eigenvalue[-1], 1e-12))
+    """The logarithm of |H|, the eigenvalue's size."""
+    return math.log(max(abs(course.eigenvalue[-1]), 1e-12))
 
 
 def _progress(course: Course) -> float:
@@ -78,7 +79,7 @@ def _bars(courses: Courses, family: Family) -> list[float]:
 
 def _at_loss(course: Course, bar: float) -> float:
     """The eigenvalue when the training loss first came down to ``bar``, between measurements by a straight line."""
-    points = list(zip(course.loss, course.eigenvalue, strict=True))
+    points = list(zip(course.loss, map(abs, course.eigenvalue), strict=True))
     for (loss_0, value_0), (loss_1, value_1) in pairwise(points):
         if loss_1 <= bar < loss_0:
             return value_0 + (value_1 - value_0) * (loss_0 - bar) / (loss_0 - loss_1)
@@ -110,12 +111,26 @@ def compare(
     }
 
 
+def _at_equal_loss(courses: Courses) -> dict[str, Difference]:
+    """As :func:`compare` with the mirrored alpha, where both have come down to the loss that both reach."""
+    differences = {}
+    for what, some, other in _pairs(courses, lambda alpha: -alpha):
+        bars = [max(min(a.loss), min(b.loss)) for a, b in zip(some, other, strict=True)]
+        levels = [
+            [math.log(max(_at_loss(c, bar), 1e-12)) for c, bar in zip(runs, bars, strict=True)]
+            for runs in (some, other)
+        ]
+        differences[what] = paired(*levels)
+    return differences
+
+
 # -- verdicts --------------------------------------------------------------------------------------------
 
 
 def claims(courses: Courses) -> list[Claim]:
     where = "section 3, figure of the Hessian's top eigenvalue"
     mirrored = compare(courses, lambda alpha: -alpha, _sharpness)
+    level = _at_equal_loss(courses)
     original = compare(courses, lambda _: 0.0, _sharpness)
     drift = compare(courses, lambda alpha: -alpha, lambda course: course.drift[-1])
     slow = compare(courses, lambda alpha: -alpha, _progress)
@@ -124,7 +139,7 @@ def claims(courses: Courses) -> list[Claim]:
             "A negative alpha ends in flatter minima than a positive one.",
             where,
             verdict([d.lower for d in mirrored.values()]),
-            _told("Top eigenvalue at the end", mirrored, _times),
+            f"{_told('Top eigenvalue at the end', mirrored, _times)} {_told('At equal training loss', level, _times)}",
         ),
         Claim(
             "A negative alpha ends in flatter minima than the optimizer that it adapts (alpha 0).",
@@ -148,7 +163,7 @@ def claims(courses: Courses) -> list[Claim]:
 
 
 def _times(difference: Difference) -> str:
-    return f"{math.exp(difference.mean):.2f} times"
+    return f"{math.exp(difference.mean):.2g} times"
 
 
 def _told(what: str, differences: Mapping[str, Difference], figure: Callable[[Difference], str]) -> str:
@@ -159,7 +174,7 @@ def _told(what: str, differences: Mapping[str, Difference], figure: Callable[[Di
 
 
 def notes(courses: Courses) -> list[str]:
-    table = rows(courses)
+    table, level = rows(courses), _at_equal_loss(courses)
     told = []
     for name in dict.fromkeys(row["setting"] for row in table):
         here = [row for row in table if row["setting"] == name]
@@ -172,6 +187,9 @@ def notes(courses: Courses) -> list[str]:
         )
     return [
         "A difference counts where every seed agrees and the mean is more than two standard errors from 0.",
+        f"Where both have come down to the same training loss, the negative alpha of a mirrored pair is flatter beyond "
+        f"noise in {sum(d.lower for d in level.values())} and sharper in {sum(d.higher for d in level.values())} of "
+        f"{len(level)} pairs.",
         'Sharpness changes as the loss falls, so a run that is further on is compared with one that is not; "at equal '
         'loss" '
         "is the eigenvalue where each seed's training loss first comes down to what all alphas reached.",
@@ -194,25 +212,31 @@ def guidance(courses: Courses) -> list[str]:
 
 def draw(courses: Courses, into: Path) -> str:
     families = list(dict.fromkeys(family for family, _ in courses))
-    figure, axes = new_figure(len(families), 4, width=4.2, height=3.1)
+    figure, axes = new_figure(len(families), 4, width=2.9, height=2.2)
     kinds = (
-        ("top eigenvalue of the Hessian", lambda course: course.eigenvalue, "log"),
-        ("distance from the start", lambda course: course.drift, "linear"),
-        ("distance covered in 10 steps", lambda course: course.moved, "log"),
-        ("training loss", lambda course: course.loss, "log"),
+        ("top eigenvalue of the Hessian", lambda course: list(map(abs, course.eigenvalue))),
+        ("distance from the start", lambda course: course.drift),
+        ("distance covered in 10 steps", lambda course: course.moved),
+        ("training loss", lambda course: course.loss),
     )
-    for line, family in zip(axes, families, strict=True):
+    for line, family in zip(list(axes), families, strict=True):
         terms = sorted(term for of, term in courses if of == family)
-        for ax, (what, values, scale) in zip(line, kinds, strict=True):
+        for ax, (what, values) in zip(line, kinds, strict=True):
             for term in terms:
                 some = courses[family, term]
                 mean = [statistics.fmean(at) for at in zip(*map(values, some), strict=True)]
                 label = f"alpha {term[0]:g}" + (f", beta1 {term[1]:g}" if term[0] else "")
-                ax.plot(some[0].steps, mean, "o-", ms=3, color=_colour(term, terms), label=label)
-            ax.set(xlabel="steps", yscale=scale, title=what)
-            ax.grid(alpha=0.3)
-        line[0].set_ylabel(f"{family.base}, {family.name}")
-        line[0].legend(fontsize=8)
+                ax.plot(some[0].steps, mean, "o-", ms=2, lw=1, color=_colour(term, terms), label=label)
+            heights = [abs(y) for drawn in ax.lines for y in drawn.get_ydata()]
+            ax.set_yscale("log" if max(heights) > 30 * min(heights) else "linear")
+            if family == families[0]:
+                ax.set_title(what, fontsize=10)
+            ax.tick_params(which="both", labelsize=7)
+            ax.minorticks_off()
+        line[0].set_ylabel(f"{family.base}, {family.name}", fontsize=8)
+        line[1].legend(fontsize=7)
+    for ax in axes[-1]:
+        ax.set_xlabel("steps")
     return save(figure, into, "flatness.png")
 
 

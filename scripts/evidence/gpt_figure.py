@@ -7,26 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from .figures import COLOURS, new_figure, save
-from .gpt_findings import NAMES, Entry, Findings, gap
+from .gpt_findings import NAMES, Findings, gap
 
 
 def draw(found: Findings, into: Path) -> list[str]:
-    figure, axes = new_figure(1, 3, width=5.0, height=4.0)
-    _curves(axes[0][0], list(found.peers().values()), "six optimizers, tuned")
+    figure, axes = new_figure(1, 3, width=5.0, height=4.2)
+    _curves(axes[0][0], found)
     _others(axes[0][1], found)
     _batches(axes[0][2], found)
     return [save(figure, into, "gpt.png")]
 
 
-def _curves(ax: Any, entries: list[Entry], title: str) -> None:
-    for entry in sorted(entries, key=lambda entry: -statistics.fmean(entry.losses)):
+def _curves(ax: Any, found: Findings) -> None:
+    """Everything that sees the text once; what is not in the paper's table is dashed. Bands are the range of seeds."""
+    peers = found.peers().values()
+    for entry in sorted(found.at("once"), key=lambda entry: -statistics.fmean(entry.losses)):
         curves = list(zip(*(outcome.valid for outcome in entry.outcomes), strict=True))
         steps, colour = entry.outcomes[0].steps, COLOURS[NAMES[entry.trial.optimizer]]
         mean = [statistics.fmean(at) for at in curves]
-        ax.plot(steps, mean, color=colour, label=f"{NAMES[entry.trial.optimizer]}, {entry.perplexity:.0f}")
-        ax.fill_between(steps, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.12, lw=0)
-    ax.set(xlabel="iterations", ylabel="validation loss, nats a token", title=title, ylim=(None, 6.0))
-    ax.legend(title="perplexity at the end", fontsize=8)
+        if entry in peers:
+            ax.fill_between(steps, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.12, lw=0)
+        style = "-" if entry in peers else ":" if entry.trial.alpha < 0 else "--"
+        ax.plot(steps, mean, style, color=colour, label=f"{entry.name}: {entry.perplexity:.0f}")
+    ax.set(xlabel="iterations", ylabel="validation loss, nats a token", title="tuned; text seen once", ylim=(None, 6.3))
+    ax.legend(title="perplexity at the end", fontsize=7, title_fontsize=8)
     ax.grid(alpha=0.3)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .figures import COLOURS, new_figure, save
+from .figures import COLOURS, new_figure, plain_ticks, save
 from .image_data import Images, digits
 from .image_training import OPTIMIZERS, Outcome, make_optimizer, train
 from .networks import DigitsNet
@@ -242,5 +242,6 @@ def _draw(everything: list[dict[str, Any]], into: Path) -> str:
                 axis.errorbar(x, y, yerr=spread, color=colour, ls=style, marker="o", ms=4, capsize=3, label=name)
         axis.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="test loss")
         axis.set_title(f"batches of {batch}" if batch == SMALL else f"full batch ({batch:,})")
+        plain_ticks(axis.xaxis, axis.yaxis)
         axis.legend(fontsize=8)
     return save(figure, into, "rates.png")

@@ -12,7 +12,7 @@ from torch import nn
 
 from alto_distributed import ALTO, param_groups, recipe
 
-from .figures import COLOURS, new_figure, save
+from .figures import COLOURS, new_figure, plain_ticks, save
 from .study import Claim, Result, mean_and_spread, verdict
 
 TITLE = "The large-batch challenge: the same epochs, far fewer updates"
@@ -259,5 +259,6 @@ def _draw(curves: Curves, into: Path) -> str:
         axis.axhline(TARGET, color="black", lw=0.8, ls=":")
         axis.set(yscale="log", xlabel="epoch", ylabel="validation error, lowest so far")
         axis.set_title(f"batches of {SMALL}" if small else "all samples at once")
+        plain_ticks(axis.yaxis)
         axis.legend(fontsize=8)
     return save(figure, into, "curves.png")

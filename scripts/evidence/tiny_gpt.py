@@ -52,6 +52,8 @@ class Trial:
     seed: int = 1
     beta2: float = 0.9
     """Momentum: the decay of the first moment, whatever the optimizer calls it."""
+    held_out: int = 256
+    """Samples of a validation."""
 
     @property
     def rho(self) -> float:
@@ -71,7 +73,7 @@ class Trial:
                 "training": {**training, "micro_batch": math.gcd(self.batch, MICRO_BATCH), "seed": self.seed},
                 "optimizer": {"name": self.optimizer, "lr": self.lr, "weight_decay": decay, "options": options},
                 "schedule": {"kind": "cosine", "warmup": max(self.iterations // 12, 1), "final": 0.01},
-                "evaluation": {"every": max(self.iterations // 24, 1), "samples": 256},
+                "evaluation": {"every": max(self.iterations // 24, 1), "samples": self.held_out},
             }
         )
 
@@ -86,6 +88,7 @@ class Outcome:
     train: float
     """Mean over the last twelfth of the iterations."""
     seconds: float
+    """Of the processor."""
 
     @property
     def final(self) -> float:
@@ -125,7 +128,7 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
         observe: called with the number of steps done, the model and the loss of the last batch, before the first step
             (with NaN) and after every one.
     """
-    began = time.perf_counter()
+    began = time.process_time()
     t = run.training
     batches, held_out = (
         Samples(run.data.directory, split, run.model.sequence, run.model.vocabulary, t.seed)
@@ -155,7 +158,7 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
         steps,
         [value if math.isfinite(value) else math.inf for value in valid],
         sum(recent) / len(recent),
-        time.perf_counter() - began,
+        time.process_time() - began,
     )
 
 
@@ -196,6 +199,9 @@ class Trials:
 
     def data(self, share: str) -> Path:
         return stdlib_data(share, self._packages)
+
+    def count(self) -> int:
+        return len(self._done)
 
     def seconds(self) -> float:
         """That all of them took, those of earlier calls included."""
