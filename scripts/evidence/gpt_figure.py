@@ -11,10 +11,10 @@ from .gpt_findings import NAMES, Findings, gap
 
 
 def draw(found: Findings, into: Path) -> list[str]:
-    figure, axes = new_figure(1, 3, width=5.0, height=4.2)
-    _curves(axes[0][0], found)
-    _others(axes[0][1], found)
-    _batches(axes[0][2], found)
+    panels = [_curves, _others, *([_batches] if found.at("epochs") else [])]
+    figure, axes = new_figure(1, len(panels), width=5.0, height=4.2)
+    for panel, ax in zip(panels, axes[0], strict=True):
+        panel(ax, found)
     return [save(figure, into, "gpt.png")]
 
 
