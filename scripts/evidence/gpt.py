@@ -78,12 +78,12 @@ FULL = Plan(
     held_out=256,
     longer=480,
     share="0.9",
-    scarce="0.005",
+    scarce="0.003",
     epochs=20,
-    batches=(64, 0),
+    batches=(),
     others=OTHERS,
     rates=RATES,
-    refined=("alto", "lamb", "adamw", "adabelief"),
+    refined=("alto", "lamb"),
     momenta=(0.5, 0.0),
     widen=2,
 )
@@ -128,7 +128,7 @@ def run(quick: bool, into: Path) -> Result:
         claims=gpt_report.claims(found),
         notes=[*gpt_report.notes(found), _time(trials)],
         guidance=gpt_report.guidance(found),
-        intro=gpt_report.INTRO,
+        intro=gpt_report.intro(found),
     )
 
 

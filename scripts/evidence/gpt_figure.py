@@ -11,10 +11,10 @@ from .gpt_findings import NAMES, Findings, gap
 
 
 def draw(found: Findings, into: Path) -> list[str]:
-    figure, axes = new_figure(1, 3, width=5.0, height=4.2)
-    _curves(axes[0][0], found)
-    _others(axes[0][1], found)
-    _batches(axes[0][2], found)
+    panels = [_curves, _others, *([_batches] if found.at("epochs") else [])]
+    figure, axes = new_figure(1, len(panels), width=5.0, height=4.2)
+    for panel, ax in zip(panels, axes[0], strict=True):
+        panel(ax, found)
     return [save(figure, into, "gpt.png")]
 
 
@@ -35,20 +35,13 @@ def _curves(ax: Any, found: Findings) -> None:
 
 
 def _others(ax: Any, found: Findings) -> None:
-    """The loss of every (alpha, beta1) at the first ALTO's rate on the tuning seed, by rho."""
-    first = found.peers()["alto"].trial
-    points: dict[float, dict[float, float]] = {}
-    for trial, loss in found.tuning:
-        if trial.optimizer == "alto" and (trial.share, trial.lr) == (first.share, first.lr):
-            points.setdefault(trial.beta1, {})[trial.rho] = loss
-    same = [trial for trial, _ in found.tuning if trial.optimizer == "lamb" and trial.share == first.share]
-    at = first.lr if first.lr in [trial.lr for trial in same] else same[0].lr
-    lamb = next(loss for trial, loss in found.tuning if trial in same and trial.lr == at)
-    for beta1, colour in zip(sorted(points), ("tab:blue", "tab:green", "tab:red", "tab:purple"), strict=False):
-        by_rho = sorted({**points[beta1], 0.0: lamb}.items())
+    """The loss of every (alpha, beta1) at one rate on the tuning seed, by rho."""
+    rate, losses, lamb = found.by_rho()
+    for beta1, colour in zip(sorted({b for _, b in losses}), ("tab:blue", "tab:green", "tab:red", "k"), strict=False):
+        by_rho = sorted([(-alpha * (1 - b), loss) for (alpha, b), loss in losses.items() if b == beta1] + [(0.0, lamb)])
         ax.plot(*zip(*by_rho, strict=True), "o-", ms=4, color=colour, label=f"beta1 {beta1:g}")
     ax.axhline(lamb, color=COLOURS["LAMB"], ls="--", label="LAMB (rho 0)")
-    ax.set(xlabel="rho = -alpha (1 - beta1)", ylabel="validation loss", title=f"one seed, lr {first.lr:g}")
+    ax.set(xlabel="rho = -alpha (1 - beta1)", ylabel="validation loss", title=f"tuning seed, lr {rate:g}")
     ax.legend(fontsize=8)
     ax.grid(alpha=0.3)
 

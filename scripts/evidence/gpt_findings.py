@@ -61,6 +61,15 @@ class Findings:
         """LAMB with less momentum."""
         return next((entry for entry in self.at("once") if entry.trial.beta2 != MOMENTUM), None)
 
+    def by_rho(self) -> tuple[float, dict[tuple[float, float], float], float]:
+        """(rate, losses by (alpha, beta1), LAMB's loss) on the tuning seed, at the rate that most alphas had."""
+        share = self.peers()["lamb"].trial.share
+        once = [(trial, loss) for trial, loss in self.tuning if trial.share == share and trial.beta2 == MOMENTUM]
+        ours = [trial.lr for trial, _ in once if trial.optimizer == "alto"]
+        rate = max(ours, key=ours.count)
+        losses = {(t.alpha, t.beta1): loss for t, loss in once if t.optimizer == "alto" and t.lr == rate}
+        return rate, losses, min(loss for t, loss in once if t.optimizer == "lamb" and t.lr == rate)
+
     def by_batch(self) -> Iterator[tuple[int, Entry, Entry, Entry]]:
         """(batch, LAMB, the paper's ALTO, the other ALTO) for the same number of epochs, small batches first."""
         for batch in sorted({entry.trial.batch for entry in self.at("epochs")}):

@@ -15,14 +15,24 @@ from .study import FAILED, HELD, MIXED, UNTESTABLE, Claim, mean_and_spread, verd
 #: The paper's test perplexities of GPT-2 345M.
 PAPER_PERPLEXITY = {"alto": 78.37, "lamb": 83.13, "adamw": 86.51, "adam": 87.74, "adabelief": 182.80, "lion": 110.54}
 
+#: From so many samples on the paper calls a batch large.
+LARGE = 1000
+
 INTRO = (
     "A GPT-2 of 2 layers, hidden 32, sequence 32 and 512 tokens (43 thousand parameters) on the standard library's "
     "sources, in float32, with clipping at 1.0, a warm-up and a cosine to 1%. The paper's has 345 million parameters "
     "and ran 5,000 iterations of 4,096 samples. Rates are tuned on seed 1 and judged on seeds 2, 3 and 4; a seed's "
     'initial weights and batches are the same for all. Settings: "once" sees every sample at most once; "longer" is '
-    'the same with more iterations; "epochs" sees little text 20 times, as the paper\'s run does, at several batch '
-    "sizes, so in fewer iterations the larger the batch. There the best other ALTO has LAMB's rate, elsewhere its own."
+    "the same with more iterations."
 )
+EPOCHS = (
+    ' "epochs" sees little text 20 times, as the paper\'s run does, at several batch sizes, so in fewer iterations the '
+    "larger the batch; there the best other ALTO has LAMB's rate."
+)
+
+
+def intro(found: Findings) -> str:
+    return INTRO + (EPOCHS if found.at("epochs") else "")
 
 
 def _target(peers: dict[str, Entry]) -> float:
@@ -48,7 +58,7 @@ def rows(found: Findings) -> list[dict[str, Any]]:
                 "beta1": trial.beta1 if trial.optimizer == "alto" else None,
                 "rho": round(trial.rho, 4) if trial.optimizer == "alto" else None,
                 "beta2": trial.beta2,
-                "lr": trial.lr,
+                "lr": float(f"{trial.lr:.3g}"),
                 "batch": trial.batch,
                 "iterations": trial.iterations,
                 "validation loss": round(loss, 4),
@@ -149,7 +159,7 @@ def _larger_batch(found: Findings) -> Claim:
     paper = "The larger the batch (for the same number of epochs), the larger ALTO's advantage over LAMB."
     where = "section 5.1, table (a)"
     if len(gaps) < 2:
-        return Claim(paper, where, UNTESTABLE, "The quick form runs one batch size.")
+        return Claim(paper, where, UNTESTABLE, "Only one batch size was run.")
     values = list(gaps.values())
     grows = all(later.mean < earlier.mean for earlier, later in pairwise(values))
     return Claim(
@@ -167,13 +177,17 @@ def _best_of_sign(found: Findings, sign: int) -> Entry:
 
 def _negative_alpha(found: Findings) -> Claim:
     negative, positive = _best_of_sign(found, -1), _best_of_sign(found, 1)
-    difference = gap(negative, positive)
+    gaps = {f"batch {negative.trial.batch}, every sample once": gap(negative, positive)}
+    for batch, _, paper, other in found.by_batch():
+        if batch >= LARGE and other.trial.alpha > 0:
+            gaps[f"full batch of {batch}, {paper.trial.iterations} iterations"] = gap(paper, other)
     return Claim(
         "At large batch alpha should be negative: it gives better test performance than a positive alpha.",
         "section 5.4, the choice of beta1 and alpha",
-        HELD if difference.lower else FAILED if difference.higher else MIXED,
+        verdict([d.lower for d in gaps.values()]),
         f"The best alpha < 0 of those tried, {negative.name}, ends at perplexity {negative.perplexity:.1f}; the best "
-        f"alpha > 0, {positive.name}, at {positive.perplexity:.1f} ({difference} nats).",
+        f"alpha > 0, {positive.name}, at {positive.perplexity:.1f}. Negative less positive, in nats: "
+        f"{'; '.join(f'{name} {d}' for name, d in gaps.items())}.",
     )
 
 
@@ -195,18 +209,17 @@ def notes(found: Findings) -> list[str]:
     compared = list(_against_lamb(found))
     ahead = [f"{place}: {entry.name} by {-d.mean:.3f} nats" for place, entry, d in compared if d.lower]
     behind = [f"{place}: {entry.name} by {d.mean:.3f} nats" for place, entry, d in compared if d.higher]
-    tried = [(trial, loss) for trial, loss in found.tuning if trial.optimizer == "alto"]
-    first = found.peers()["alto"].trial
-    same = {(t.alpha, t.beta1): (t.rho, loss) for t, loss in tried if (t.share, t.lr) == (first.share, first.lr)}
-    listed = [f"alpha {a:g}, beta1 {b:g} (rho {rho:+.2f}) {loss:.3f}" for (a, b), (rho, loss) in same.items()]
+    rate, losses, lamb = found.by_rho()
+    listed = [f"alpha {a:g}, beta1 {b:g} (rho {-a * (1 - b):+.2f}) {loss:.3f}" for (a, b), loss in losses.items()]
     return [
         "A difference counts where all seeds agree and the mean is more than two standard errors from 0.",
         f"ALTO ahead of LAMB beyond noise: {'; '.join(ahead) or 'nowhere'}.",
         f"ALTO behind LAMB beyond noise: {'; '.join(behind) or 'nowhere'}.",
-        f"Validation loss on the tuning seed at lr {first.lr:g}: {'; '.join(listed)}.",
+        f"Validation loss on the tuning seed at lr {rate:g}: LAMB {lamb:.3f}; {'; '.join(listed)}.",
+        f"By samples the paper would call {found.peers()['lamb'].trial.batch} a small batch and take a positive alpha; "
+        "it is large for a model of this size, whose every token is predicted.",
         f"{positive.name}, tuned, is {_rivals(found, positive)}; nats of validation loss, every sample seen once.",
-        "At the end of a cosine all seeds' losses still differ more than most optimizers do; runs this short say "
-        "nothing about 5,000 iterations of a large model.",
+        "Runs this short of a model this small say nothing about 5,000 iterations of a large one.",
     ]
 
 
@@ -233,14 +246,15 @@ def guidance(found: Findings) -> list[str]:
         )
     sentences = [f"Language model, {lamb.trial.batch * 32:,} tokens a step: {' and '.join(told)}."]
     if calmer:
+        more = gap(positive, calmer)
+        advice = "A positive alpha is more than less momentum" if more.lower else "Less momentum does as well"
         sentences.append(
-            f"Before turning to alpha > 0, try less momentum: beside LAMB with beta2 {calmer.trial.beta2:g} that best "
-            f"positive alpha is {_how(gap(positive, calmer))} it ({gap(positive, calmer)} nats), and "
-            f"that LAMB is {_how(gap(calmer, lamb))} LAMB with beta2 {lamb.trial.beta2:g} ({gap(calmer, lamb)})."
+            f"{advice}: beside LAMB with beta2 {calmer.trial.beta2:g}, which is {_how(gap(calmer, lamb))} LAMB with "
+            f"beta2 {lamb.trial.beta2:g} ({gap(calmer, lamb)} nats), that positive alpha is {_how(more)} it ({more})."
         )
     same = "the same rate" if alto.trial.lr == lamb.trial.lr else "other rates"
     sentences.append(
-        f"ALTO (alpha -5, beta1 0.99) and LAMB want {same}: tuned apart they chose {alto.trial.lr:g} and "
-        f"{lamb.trial.lr:g} for {lamb.trial.iterations} iterations; tune LAMB and start from its rate."
+        f"ALTO (alpha -5, beta1 0.99) and LAMB want {same}: tuned apart they chose {alto.trial.lr:.3g} and "
+        f"{lamb.trial.lr:.3g} for {lamb.trial.iterations} iterations; tune LAMB and start from its rate."
     )
     return sentences
