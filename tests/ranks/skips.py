@@ -50,6 +50,7 @@ def skips_and_stops(run: Run, build, param_of, directory):
     settings = {
         "data": dataclasses.replace(run.data, directory=str(directory / "tokens")),
         "training": dataclasses.replace(run.training, iterations=STEPS, max_skipped=3),
+        "optimizer": dataclasses.replace(run.optimizer, lr=0.01),
         "schedule": dataclasses.replace(run.schedule, warmup=1),
         "evaluation": dataclasses.replace(run.evaluation, every=0, samples=8),
         "logs": dataclasses.replace(run.logs, every=1, tensorboard=False),
