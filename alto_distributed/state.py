@@ -9,6 +9,7 @@ import torch
 
 from .errors import shown
 from .sharding import dtensor
+from .update import pages
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
@@ -44,7 +45,7 @@ def state_dtype(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch
 
 def new_state(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.Tensor:
     """Zeros shaped, placed and laid out in memory like ``param``."""
-    return torch.zeros_like(param, dtype=state_dtype(param, chosen))
+    return pages.zeros_like(param, state_dtype(param, chosen))
 
 
 def new_step() -> torch.Tensor:

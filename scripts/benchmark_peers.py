@@ -12,8 +12,8 @@ import torch
 
 from alto_distributed import ALTO
 
-#: Bytes a parameter that a step must at least move in float32, by what it reads and writes.
-TRAFFIC = {"alto": 48, "lamb": 40, "adamw": 28}
+#: Bytes a parameter that a step must at least move, by what it reads and writes; in float32 but for one.
+TRAFFIC = {"alto": 48, "alto bf16": 44, "lamb": 40, "adamw": 28}
 BASELINE = "AdamW (torch fused)"
 OFFICIAL = "ALTO (official)"
 C_KERNEL, TORCH_KERNEL = "ALTO (C)", "ALTO (torch)"
@@ -43,7 +43,7 @@ def peers(device: torch.device) -> Iterator[Peer]:
 
     yield Peer(f"ALTO ({label})", "alto", alto(kernel=first))
     yield Peer(TORCH_KERNEL, "alto", alto(kernel="torch"))
-    yield Peer(f"ALTO ({label}, bf16 grad_ema)", "alto", alto(kernel=first, grad_ema_dtype="bfloat16"))
+    yield Peer(f"ALTO ({label}, bf16 grad_ema)", "alto bf16", alto(kernel=first, grad_ema_dtype="bfloat16"))
     yield Peer(f"LAMB (ALTO with alpha=0, {label})", "lamb", alto(kernel=first, alpha=0))
     yield Peer(OFFICIAL, "alto", official_alto)
     yield Peer("AdamW (torch foreach)", "adamw", lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True))

@@ -51,17 +51,17 @@ def _bars_say_when_they_are_missed(result):
     """Each figure in turn on one side of its bar and on the other; the bars are the issue's."""
     rows = {row["name"]: row for row in result["rows"]}
     c, plain, official = rows["ALTO (C)"], rows["ALTO (torch)"], rows["ALTO (official)"]
-    c.update(to_adamw=1.75, to_triad=1.15, extra=2**24)
-    plain.update(to_adamw=4.2, extra=2**24)
-    official.update(to_adamw=10.5)
+    c.update(to_adamw=1.75, to_triad=1.15, seconds=1.75, extra=2**24)
+    plain.update(seconds=4.2, extra=2**24)
+    official.update(seconds=10.5)
     hundredth = result["iteration"]["seconds"] / 100
     result["collectives"] = [{"ranks": 2, "parameters": 9, "bytes": 144, "seconds": hundredth}]
     assert [met for _, _, met in bars(result)] == [True] * 7
     for changed, name, value in (
         (c, "to_adamw", 1.76),
         (c, "to_triad", 1.16),
-        (official, "to_adamw", 10.4),
-        (plain, "to_adamw", 4.3),
+        (official, "seconds", 10.4),
+        (plain, "seconds", 4.3),
         (c, "extra", 2**24 + 2**20),
         (plain, "extra", 2**24 + 2**20),
         (result["collectives"][0], "seconds", 1.01 * hundredth),

@@ -1,5 +1,7 @@
 """Precision, memory and memory formats: what holds whatever the size and layout of a tensor."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from alto_distributed import ALTO
 from alto_distributed.config import Hyperparameters
+from alto_distributed.state import new_state
 from alto_distributed.update import Coefficients, Piece, Span, chunked
 
 from .oracle import PaperALTO
@@ -149,3 +152,45 @@ def test_the_step_reads_nothing_back_from_the_device():
             optimizer.step()
     with pytest.raises(AssertionError, match="read back"), NoReadBack():
         p.sum().item()
+
+
+def _in_huge_pages(tensor):
+    """KiB of the mapping in the middle of a tensor that are in huge pages."""
+    middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(address, 16) for address in first.split("-"))
+            inside = low <= middle < high
+        elif inside and first == "AnonHugePages:":
+            return int(rest[0])
+    return 0
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="Linux gives huge pages to all or none"
+)
+def test_large_states_are_in_huge_pages_where_linux_gives_them():
+    p = nn.Parameter(torch.randn(3000, 2048))
+    p.grad = torch.randn_like(p)
+    optimizer = ALTO([p], weight_decay=0.1)
+    optimizer.initialize_state()
+    for key in ALTO.state_keys:
+        state = optimizer.state[p][key]
+        assert not state.any()
+        assert _in_huge_pages(state) * 1024 > state.nbytes / 2, key
+    assert not _in_huge_pages(p)
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 3, 2), (9, 64, 64, 40)], ids=["small", "large"])
+def test_states_are_laid_out_like_their_parameter(shape):
+    p = nn.Parameter(torch.randn(shape).to(memory_format=torch.channels_last))
+    for dtype in (torch.float32, torch.bfloat16):
+        state = new_state(p, None if dtype == torch.float32 else dtype)
+        assert state.stride() == p.stride()
+        assert state.dtype == dtype
+        assert not state.requires_grad
+        assert not state.any()

@@ -1,0 +1,44 @@
+"""Large states on the CPU, in huge pages where the system offers them.
+
+A step reads more streams of memory than a CPU can look ahead in when each of them comes to another page every 4 KiB;
+with huge pages phase two takes a quarter less time on one core. Linux gives them to who asks (its setting "madvise").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Below this, a tensor has hardly a whole huge page in it.
+_LARGE = 1 << 22
+_MADV_HUGEPAGE = 14
+
+
+def zeros_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``torch.zeros_like``, in huge pages if it is large and plain memory of the CPU."""
+    advise = _madvise()
+    if advise is None or param.device.type != "cpu" or param.numel() * dtype.itemsize < _LARGE:
+        return torch.zeros_like(param, dtype=dtype)
+    # Asked for before the memory is written to for the first time, because that is when it gets its pages.
+    state = torch.empty_like(param, dtype=dtype, requires_grad=False)
+    if type(state) in (torch.Tensor, torch.nn.Parameter):  # others may have no memory, or another's
+        begin, size = state.untyped_storage().data_ptr(), state.untyped_storage().nbytes()
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size - first), ctypes.c_int(_MADV_HUGEPAGE))
+    return state.zero_()
+
+
+@functools.lru_cache(maxsize=1)
+def _madvise() -> Callable[..., Any] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
