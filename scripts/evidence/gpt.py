@@ -139,7 +139,7 @@ def _effort(plan: Plan) -> list[str]:
     return [
         f"The search was uneven. Beside the paper's, {signs[0]} positive and {signs[1]} negative alphas were tried, "
         "and the list was changed on the way: after alpha 5 at beta1 0.9 did well on the tuning seed, alpha 9 at 0.9 "
-        "and 1 at 0.5 took the place of -7 at 0.9 and -300 at 0.999, which never ran. Judged seeds had no part in that.",
+        "and 1 at 0.5 took the place of -7 at 0.9 and -300 at 0.999, which never ran. Judged seeds had no part in it.",
         f"Rates of {', '.join(coarse)} were tuned in steps of 2 only, those of ALTO and LAMB in steps of the square "
         "root of 2 as well, which gained both 0.1 nats. The one such step that was run for AdamW (lr 0.00566, tuning "
         "seed) gave 3.987 against 4.086 at the rate in the table. So being ahead of AdamW and its kin is not shown on "
