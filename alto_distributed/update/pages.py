@@ -1,7 +1,8 @@
 """Large states on the CPU, in huge pages where the system offers them.
 
 A step reads more streams of memory than a CPU can look ahead in when each of them comes to another page every 4 KiB;
-with huge pages phase two takes a quarter less time on one core. Linux gives them to who asks (its setting "madvise").
+with the states in huge pages a step took a tenth less time on one core. Linux gives them to who asks (its setting
+"madvise").
 """
 
 from __future__ import annotations
