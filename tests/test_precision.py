@@ -154,34 +154,27 @@ def test_the_step_reads_nothing_back_from_the_device():
         p.sum().item()
 
 
-def _in_huge_pages(tensor):
-    """KiB of the mapping in the middle of a tensor that are in huge pages."""
+def _flags_of_memory(tensor):
+    """What Linux was told about the memory in the middle of a tensor."""
     middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
         if "-" in first and not first.endswith(":"):
             low, high = (int(address, 16) for address in first.split("-"))
             inside = low <= middle < high
-        elif inside and first == "AnonHugePages:":
-            return int(rest[0])
-    return 0
+        elif inside and first == "VmFlags:":
+            return rest
+    return []
 
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="Linux gives huge pages to all or none"
-)
-def test_large_states_are_in_huge_pages_where_linux_gives_them():
-    p = nn.Parameter(torch.ones(5000, 2048))  # more than malloc takes from memory that was used before
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
+def test_large_states_ask_for_huge_pages():
+    """Whether they get them is up to Linux, and to malloc: memory it gives out a second time has its pages already."""
+    p = nn.Parameter(torch.ones(3000, 2048))
     optimizer = ALTO([p], weight_decay=0.1)
     optimizer.initialize_state()
     for key in ALTO.state_keys:
-        state = optimizer.state[p][key]
-        assert not state.any()
-        assert _in_huge_pages(state), key  # how many of them depends on how scattered memory is
-    assert not _in_huge_pages(p)
+        assert "hg" in _flags_of_memory(optimizer.state[p][key]), key
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3, 2), (9, 64, 64, 40)], ids=["small", "large"])
