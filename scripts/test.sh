@@ -10,5 +10,5 @@ cd "$ROOT"
 "$PY" -m ruff check .
 "$PY" -m ruff format --check --quiet .
 "$PY" -m mypy
-# By file: the ranks that a file starts serve all of its tests.
-"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile "$@"
+# By file: the ranks that a file starts serve all of its tests. In the order of tests/conftest.py, the longest first.
+"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -15,6 +15,19 @@ settings.register_profile("alto", deadline=None, derandomize=True, print_blob=Tr
 settings.load_profile("alto")
 
 
+#: Files that take minutes. Two run at a time, and what comes last runs beside nothing.
+LONGEST_FIRST = (
+    *("test_megatron", "test_pretrain_deepspeed", "test_pretrain_runs", "test_deepspeed_zero"),
+    *("test_deepspeed_checkpoints", "test_checkpoint_faults", "test_deepspeed_parallel", "test_deepspeed_launch"),
+    *("test_ranks", "test_estimate", "test_evidence", "test_restarts", "test_triton"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 @pytest.fixture(autouse=True)
 def _same_seed_for_every_test():
     torch.manual_seed(1234)

@@ -394,6 +394,7 @@ def case_replace_keeps_what_is_ours():
         "alto_bias_correction": False,
         "alto_kernel": "reference",
         "alto_diagnostics_every": 7,
+        "alto_skip_nonfinite": True,
         "alto_adopt": True,
         "alto_checkpoint_format": "dp_reshardable",
     }
