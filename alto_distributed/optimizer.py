@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from . import ratios
 from . import state as states
 from .checkpoint import check_saved_by_alto, load_exactly
-from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_betas, refuse_near_misses, refuse_unknown
+from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_beta, check_betas, refuse_near_misses, refuse_unknown
 from .diagnostics import Diagnostics, Reading
 from .errors import UnsupportedTensor
 from .nonfinite import SkippedSteps
@@ -419,6 +419,9 @@ class ALTO(Optimizer):
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
         check_saved_by_alto(state_dict, self.param_groups)
+        for g, group in enumerate(state_dict["param_groups"]):
+            if GRAD_EMA_BETA1 in group:
+                check_beta(f"the checkpoint's {GRAD_EMA_BETA1} of group {g}", group[GRAD_EMA_BETA1])
 
     def __getstate__(self) -> dict[str, Any]:
         self._skipped.settle()

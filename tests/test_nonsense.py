@@ -273,6 +273,14 @@ def test_state_dicts_with(what):
         trained().load_state_dict(saved)
 
 
+def test_a_group_that_was_gathered_with_nonsense():
+    """It was loaded, and the step then failed: the truth of two numbers is ambiguous."""
+    saved = copy.deepcopy(trained().state_dict())
+    saved["param_groups"][0]["grad_ema_beta1"] = torch.tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match="grad_ema_beta1 of group 0="):
+        trained().load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     "saved", [None, [], {}, {"state": {}}, {"state": 1, "param_groups": []}, {"param_groups": [3]}]
 )

@@ -76,7 +76,11 @@ def test_the_rate_rises_and_falls():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_is_noted_and_handlers_are_put_back(number):
+def test_a_signal_is_noted_and_handlers_are_put_back(number, request):
+    inherited = signal.getsignal(number)
+    request.addfinalizer(lambda: signal.signal(number, inherited))
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)  # a shell's background job would be born ignoring it
     before = signal.getsignal(number)
     with _asked_to_stop() as asked:
         signal.raise_signal(number)
