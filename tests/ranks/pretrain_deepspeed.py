@@ -234,7 +234,7 @@ def case_every_optimizer_equals_one_process():
     for name in [name for name in optimizers.NAMES if name != "alto"]:  # which the case above has
         run = run_of(name=name)
         _, end = unsharded(run, steps)
-        for stage, precision in ((3, "fp32"), (1, "bf16"), *([(2, "fp32")] if EXHAUSTIVE else [])):
+        for stage, precision in ((3, "fp32"), *([(1, "bf16"), (2, "fp32")] if EXHAUSTIVE else [])):
             run = run_of(stage, name=name, precision=precision)
             with engine_of(run) as engine:
                 advance(engine, run, 0, steps)
