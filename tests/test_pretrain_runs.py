@@ -251,9 +251,8 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data
         rank_process(process, 1).kill()
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
-    # Closed or reset, found in reading or in writing: gloo has several words for it.
-    assert "alto_distributed pretrain: rank 0 lost contact with another rank: " in output, output[-8000:]
-    assert "The same command goes on from the newest checkpoint, " in output
+    # Rank 0 says what it lost, unless torchrun ends it first: whose turn it is, is chance. (The test below has the line.)
+    assert "failed (exitcode: -9) local_rank: 1" in output, output[-8000:]
     assert output.count("resumed from") == 1, output[-4000:]
     assert losses(into) == losses(folder / engine)  # to the last digit
     assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)
