@@ -251,7 +251,7 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data
         rank_process(process, 1).kill()
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
-    # Rank 0 says what it lost, unless torchrun ends it first: whose turn it is, is chance. (The test below has the line.)
+    # Rank 0 says what it lost, unless torchrun ends it first, which is chance. The test below has the line.
     assert "failed (exitcode: -9) local_rank: 1" in output, output[-8000:]
     assert output.count("resumed from") == 1, output[-4000:]
     assert losses(into) == losses(folder / engine)  # to the last digit
