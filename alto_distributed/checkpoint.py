@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ def check_saved_state(
         value = saved[key]
         if key == states.STEP:
             _check_step(value, where)
-        elif not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.layout != torch.strided:
+        elif not _has_numbers(value, param):
             kind = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+            kind += " without data (meta)" if isinstance(value, torch.Tensor) and value.is_meta else ""
             raise ValueError(f"the checkpoint's {key!r} for {where} must be a dense floating-point tensor, not {kind}")
         if key != states.STEP and dtensor.is_dtensor(param) != dtensor.is_dtensor(value):
             raise ValueError(
@@ -50,12 +51,19 @@ def check_saved_state(
             )
 
 
+def _has_numbers(value: Any, param: torch.Tensor) -> bool:
+    """Whether it is a state that a step can begin with. One on the meta device is for a parameter that is there too."""
+    if not isinstance(value, torch.Tensor) or (value.is_meta and not param.is_meta):
+        return False
+    return value.is_floating_point() and value.layout == torch.strided
+
+
 def _check_step(value: Any, where: str) -> None:
     """Raise unless it is a number of steps. One on a GPU is taken on trust: it was written by an optimizer."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        if value.device.type != "cpu":
+        if value.device.type not in ("cpu", "meta"):
             return
-        value = value.item()
+        value = value if value.is_meta else value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
         raise ValueError(f"the checkpoint's {states.STEP!r} for {where} must be a number of steps, not {shown(value)}")
 
@@ -67,13 +75,13 @@ def _check_form(state_dict: Any) -> None:
     if not (
         isinstance(saved, (list, tuple))
         and all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in saved)
-        and all(isinstance(key, Hashable) for group in saved for key in group["params"])
+        and all(isinstance(key, (int, str)) for group in saved for key in group["params"])
         and isinstance(states_of, Mapping)
         and all(isinstance(state, Mapping) for state in states_of.values())
     ):
         raise ValueError(
             "this is not an optimizer's state_dict: it should be {'state': {...}, 'param_groups': [...]}, with "
-            "'params' in every group; give what ALTO.state_dict() returned"
+            "'params', by number or name, in every group; give what ALTO.state_dict() returned"
         )
 
 

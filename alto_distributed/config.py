@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnknownHyperparameter, shown
+from .errors import UnknownHyperparameter, is_one_of, shown
 
 LAYERWISE_MODES = ("decayed", "matrices", "all", "none")
 
@@ -62,7 +62,7 @@ class Hyperparameters:
         check(self, "alpha", check_alpha(self.alpha, self.betas[0]))
         check(self, "eps", check_eps(self.eps))
         check(self, "weight_decay", _number("weight_decay", self.weight_decay, low=0.0))
-        if self.layerwise not in LAYERWISE_MODES:
+        if not is_one_of(self.layerwise, LAYERWISE_MODES):
             raise ValueError(
                 f"layerwise={shown(self.layerwise)} is not one of {', '.join(map(repr, LAYERWISE_MODES))}"
                 f"{_did_you_mean(self.layerwise, LAYERWISE_MODES)}"
@@ -73,6 +73,8 @@ class Hyperparameters:
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
         """The checked hyperparameters of a parameter group (other keys are the framework's)."""
+        if not isinstance(group.get("decayed", True), bool):
+            raise ValueError(f"decayed={shown(group['decayed'])} of a parameter group must be True or False")
         return cls(**{name: group[name] for name in HYPERPARAMETER_NAMES})
 
     def as_group(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Three of them also carry the type that PyTorch or Python would have raised at th
 code written against ``torch.optim`` keeps catching them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,16 @@ def shown(value: Any) -> str:
     """A value for a message: its repr on one line, cut where it gets long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def named(name: str) -> str:
+    """A name for a message: as it is, unless it has what does not belong into one line."""
+    return name if name.isprintable() and len(name) <= _LONGEST else shown(name)
+
+
+def is_one_of(value: Any, known: Sequence[str]) -> bool:
+    """Whether a value is one of some words. A plain ``in`` would ask an array whether it equals one: it cannot say."""
+    return isinstance(value, str) and value in known
 
 
 class UnknownHyperparameter(ValueError, TypeError):

@@ -22,7 +22,8 @@ def ratio_for(group: Mapping[str, Any], hyper: Hyperparameters) -> str:
 
 def is_decayed(group: Mapping[str, Any]) -> bool:
     """A group's intent, if it states one; else whether its weight decay is not 0 today."""
-    return bool(group.get("decayed", group["weight_decay"] != 0))
+    decayed: bool = group.get("decayed", group["weight_decay"] != 0)
+    return decayed
 
 
 def warn_if_nobody_gets_one(param_groups: Sequence[Mapping[str, Any]]) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from alto_distributed import ALTO
 from alto_distributed.deepspeed.pretrain_config import deepspeed_config, refuse_what_deepspeed_refuses
-from alto_distributed.pretrain import checkpoints, config, logs, manifest, report
+from alto_distributed.pretrain import checkpoints, config, logs, manifest, optimizers, report
 from alto_distributed.pretrain.commands import plan
 from alto_distributed.pretrain.data import Samples, files
 
@@ -77,6 +78,12 @@ def test_a_link_to_itself_was_a_runtime_error(tmp_path):
 def test_overrides(override, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         config.load(TINY, [override])
+
+
+def test_an_option_whose_name_has_two_lines_is_named_in_one(tmp_path):
+    run = config.parse({**config.load(TINY).as_dict(), "optimizer": {"name": "alto", "options": {"a\nb": 1}}})
+    with pytest.raises(ValueError, match=re.escape(r"optimizer.options.'a\nb' does not exist for alto")):
+        optimizers.arguments(run)
 
 
 @pytest.mark.parametrize("world", [0, -2, 10**30])
@@ -196,6 +203,11 @@ def test_a_record_that_is_none(line, tmp_path):
     assert report.summary(tmp_path)["steps"] == 1
 
 
+def test_a_record_without_its_perplexity_was_a_key_error(tmp_path):
+    (tmp_path / logs.RECORDS).write_text('{"step": 3, "valid_loss": 6.5}\n')
+    assert "6.5" in report.table([report.summary(tmp_path)])
+
+
 INDEX = {
     "the type of tokens": (17, b"\4", "its documents do not follow one another"),
     "where a document begins": (None, b"\1", "its documents do not follow one another"),
@@ -254,12 +266,29 @@ def test_rates(lr):
         ALTO([torch.nn.Parameter(torch.ones(3))], lr=lr)
 
 
+@pytest.mark.parametrize("option", ["layerwise", "kernel"])
+@pytest.mark.parametrize("value", [np.ones(3), np.array("all"), torch.ones(2), ["all"]], ids=str)
+def test_a_word_that_is_an_array(option, value):
+    """Whether an array is one of some words, numpy could not say."""
+    with pytest.raises(ValueError, match=rf"{option}=.* is not one of "):
+        ALTO([torch.nn.Parameter(torch.ones(3))], **{option: value})
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1.0, 2.0]), "False", 1, None], ids=str)
+def test_a_group_that_does_not_say_whether_it_is_decayed(value):
+    """The truth of two numbers is ambiguous, and that of "False" is True."""
+    with pytest.raises(ValueError, match=r"decayed=.* of a parameter group must be True or False"):
+        ALTO([{"params": [torch.nn.Parameter(torch.ones(3))], "decayed": value}])
+
+
 STATES = {
     "a step that is text": ("step", "two", "must be a number of steps, not 'two'"),
     "a step of -1": ("step", torch.tensor(-1.0), "must be a number of steps"),
     "half a step": ("step", 1.5, "must be a number of steps"),
     "an average of whole numbers": ("exp_avg", torch.ones(3, 4, dtype=torch.int64), "must be a dense floating-point"),
     "a sparse average": ("grad_ema", torch.ones(3, 4).to_sparse(), "must be a dense floating-point tensor"),
+    "an average without data": ("exp_avg", torch.ones(3, 4, device="meta"), "not torch.float32, .* without data"),
+    "a step without data": ("step", torch.tensor(1.0, device="meta"), "must be a number of steps"),
     "an average that is a list": ("exp_avg_sq", [1.0] * 12, "must be a dense floating-point tensor, not list"),
 }
 
@@ -282,7 +311,12 @@ def test_a_group_that_was_gathered_with_nonsense():
 
 
 @pytest.mark.parametrize(
-    "saved", [None, [], {}, {"state": {}}, {"state": 1, "param_groups": []}, {"param_groups": [3]}]
+    "saved",
+    [
+        *(None, [], {}, {"state": {}}, {"state": 1, "param_groups": []}, {"param_groups": [3]}),
+        # Tensors are hashable, and cannot be compared with a number: torch said so, with the groups begun.
+        {"state": {}, "param_groups": [{"params": [torch.ones(3)]}, {"params": [1]}]},
+    ],
 )
 def test_what_is_no_state_dict(saved):
     with pytest.raises(ValueError, match="this is not an optimizer's state_dict"):

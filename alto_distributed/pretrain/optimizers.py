@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..config import Hyperparameters, check_beta, check_eps
+from ..errors import named
 from ..groups import param_groups
 from ..optimizer import ALTO
 from ..state import check_dtype
@@ -84,8 +85,8 @@ def arguments(run: Run) -> dict[str, Any]:
             raise ValueError("optimizer.options.alpha: lamb is ALTO with alpha 0; for another alpha name alto")
         if option not in known:
             raise ValueError(
-                f"optimizer.options.{option} does not exist for {name}{_did_you_mean(option, list(known))} (it has: "
-                f"{', '.join(known)})"
+                f"optimizer.options.{named(option)} does not exist for {name}{_did_you_mean(option, list(known))} "
+                f"(it has: {', '.join(known)})"
             )
     options = {**known, **run.optimizer.options}
     options["betas"] = _betas(name, options["betas"])

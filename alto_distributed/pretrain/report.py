@@ -29,7 +29,7 @@ def summary(directory: Path) -> dict[str, Any]:
         "train loss": trained[-1]["loss"] if trained else math.nan,
         "first valid loss": validated[0]["valid_loss"] if validated else math.nan,
         "valid loss": validated[-1]["valid_loss"] if validated else math.nan,
-        "valid perplexity": validated[-1]["valid_perplexity"] if validated else math.nan,
+        "valid perplexity": validated[-1].get("valid_perplexity", math.nan) if validated else math.nan,
         # Measured once, when the run is through; there is none if no documents were set aside for it.
         "test perplexity": validated[-1].get("test_perplexity", math.nan) if validated else math.nan,
         "tokens/s": speeds[len(speeds) // 2] if speeds else math.nan,

@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 import torch
 
-from ..errors import shown
+from ..errors import is_one_of, shown
 from . import chunked, native, reference
 from .gpu import step as gpu_step
 from .pieces import Coefficients, Piece, Span
@@ -44,7 +44,7 @@ class Kernel(Protocol):
 
 def check_kernel(name: str) -> str:
     """``name`` if it is a kernel that can be used here; "native" is built for that if it was not yet."""
-    if name not in KERNELS:
+    if not is_one_of(name, KERNELS):
         raise ValueError(f"kernel={shown(name)} is not one of {', '.join(map(repr, KERNELS))}")
     if name == "native":
         native.require()
