@@ -9,7 +9,7 @@ import pytest
 import tomllib
 
 from alto_distributed.errors import UnsupportedVersion
-from alto_distributed.torch_version import OLDEST, check_torch
+from alto_distributed.torch_version import OLDEST, OLDEST_THAT_LOADS_SAFELY, check_torch
 
 from .launcher import REPO, environment
 
@@ -33,6 +33,10 @@ def test_code_packaging_and_readme_name_the_same_versions():
     (tested,) = [pin.partition("==")[2] for pin in pins if pin.startswith("torch==")]
     assert f"with torch {tested}" in README
 
+    safe = ".".join(map(str, OLDEST_THAT_LOADS_SAFELY))
+    assert f"torch>={safe}" in extras["pretrain"]
+    assert f"pretraining program torch {safe}" in README
+
     (deepspeed,) = supported("deepspeed")
     assert f"Supported is DeepSpeed {deepspeed} and no other" in README
     core, main = supported("megatron")
@@ -54,13 +58,21 @@ def test_a_newer_torch_is_not(version):
     check_torch(version)
 
 
-def test_an_older_torch_is_refused_at_import_before_anything_else():
-    program = "import torch; torch.__version__ = '2.5.1'; import alto_distributed"
+@pytest.mark.parametrize(
+    ("version", "module", "said"),
+    [
+        ("2.5.1", "alto_distributed", "alto_distributed needs torch 2.6 or newer, and 2.5.1 is installed"),
+        # Where a crafted checkpoint could still corrupt memory, there is no promise about checkpoints to be made.
+        ("2.9.1", "alto_distributed.pretrain.trust", "the pretraining program needs torch 2.10 or newer, and 2.9.1 is"),
+    ],
+)
+def test_an_older_torch_is_refused_at_import_before_anything_else(version, module, said):
+    program = f"import torch; torch.__version__ = {version!r}; import {module}"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPO, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "UnsupportedVersion: alto_distributed needs torch 2.6 or newer, and 2.5.1 is installed" in done.stderr
+    assert f"UnsupportedVersion: {said}" in done.stderr
     assert issubclass(UnsupportedVersion, ImportError)
     assert issubclass(UnsupportedVersion, ValueError)
 

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..torch_version import OLDEST_THAT_LOADS_SAFELY, check_torch
 from .together import on_every_rank
+
+check_torch(str(torch.__version__), OLDEST_THAT_LOADS_SAFELY, "the pretraining program")
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
