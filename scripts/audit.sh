@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Known vulnerabilities of the pinned versions (constraints.txt), by pip-audit. Needs the network: it asks PyPI about
-# each of them. A version that nobody could be asked about is an error (--strict), not a pass. Arguments go to pip-audit:
-# scripts/audit.sh --vulnerability-service osv
+# Known vulnerabilities of the pinned versions (constraints.txt), by pip-audit. A version that nobody could be asked
+# about is an error (--strict), not a pass. Arguments go to pip-audit: scripts/audit.sh --vulnerability-service osv
+#
+#   ADVISORIES=DIR  ask a checkout of PyPA's advisory database instead of PyPI, where there is no network
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 # In an environment of its own: what it needs is no part of the pinned set.
-[ -x "$ROOT/.cache/audit/bin/pip-audit" ] || {
+bin=$ROOT/.cache/audit/bin
+"$bin/python" -c "import pip_audit, yaml" 2>/dev/null || {
     "$PYTHON" -m venv "$ROOT/.cache/audit"
-    "$ROOT/.cache/audit/bin/python" -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+    "$bin/python" -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1 pyyaml==6.0.3
 }
-exec "$ROOT/.cache/audit/bin/pip-audit" --strict --no-deps --disable-pip --requirement "$ROOT/constraints.txt" "$@"
+audit=("$bin/pip-audit" --strict --no-deps --disable-pip --requirement "$ROOT/constraints.txt" "$@")
+[ -z "${ADVISORIES:-}" ] || exec "$bin/python" "$ROOT/scripts/advisories.py" "$ADVISORIES" "${audit[@]}"
+exec "${audit[@]}"
