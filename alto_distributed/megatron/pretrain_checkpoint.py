@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import re
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..pretrain.trust import only_data, refuse_code
-from ..pretrain.writing import failing_late, shape_of, wrote
+from ..pretrain.writing import failing_late, replaced, shape_of, wrote
 
 
 def save(state: dict[str, Any], directory: Path, metadata: dict[str, Any]) -> None:
@@ -26,13 +31,13 @@ def save(state: dict[str, Any], directory: Path, metadata: dict[str, Any]) -> No
         OSError: a rank could not write.
     """
     try:
-        # Shards are written in processes of their own, and ranks agree on how that went. The rest is rank 0's.
+        # Ranks agree on how their shards were written. The rest is rank 0's.
         own = (
             (TorchCommonSaveStrategy, "save_common"),
             (FileSystemWriterAsync, "finish"),
             (serialization, "save_config"),
         )
-        with failing_late(*own):
+        with _without_writer_processes(), failing_late(*own):
             dist_checkpointing.save(state, str(directory), content_metadata=metadata)
     except CheckpointException as error:  # a BaseException
         details = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
@@ -41,6 +46,44 @@ def save(state: dict[str, Any], directory: Path, metadata: dict[str, Any]) -> No
         for file, states in _contents(directory).items():
             writer = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
             wrote(directory / file, states, int(writer.group(1)) if writer else 0)
+
+
+@contextlib.contextmanager
+def _without_writer_processes() -> Iterator[None]:
+    """Each rank writes its shards itself, in threads, as in Megatron-LM's main.
+
+    megatron-core 0.16.1 forks processes for that, and a rank waits for ever if one of them is killed, as the kernel
+    does when memory runs out. We wait for the writing in any case, so they gain nothing.
+    """
+    ours = (
+        (FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(_write_in_threads)),
+        (filesystem_async, "_get_write_results_queue", queue.Queue),  # which would be another process's
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in ours:
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, replacement))
+        yield
+
+
+def _write_in_threads(
+    transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]
+) -> None:
+    """Write each bucket with Megatron's own function, and leave what it says, or the first error, in ``results``."""
+    said: queue.Queue[tuple[int, Any]] = queue.Queue()
+    to_do: queue.Queue[int] = queue.Queue()
+    writers = []
+    for index, bucket in enumerate(buckets):
+        to_do.put(index)
+        arguments = (transforms, index, bucket, said, to_do, True)  # True: fsync
+        writers.append(threading.Thread(target=FileSystemWriterAsync.write_preloaded_data, args=arguments, daemon=True))
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    outcomes = dict(said.get_nowait() for _ in range(said.qsize()))
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+    results.put(errors[0] if errors else outcomes)
 
 
 def _contents(directory: Path) -> dict[str, dict[str, str]]:
