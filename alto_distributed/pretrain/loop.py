@@ -23,6 +23,7 @@ from .engine import Engine, build
 from .logs import Log
 from .meeting import meet_anew
 from .memory import peak
+from .occupied import PATIENCE, occupy
 from .ranks import any_rank, find_out, wait_at_most
 from .schedule import learning_rate
 from .throughput import utilisation
@@ -44,6 +45,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
     meet_anew(run.training.timeout)
     engine = build(run)
     wait_at_most(run.training.timeout)  # in the groups that the engine has made as well
+    on_first_rank(lambda: occupy(directory, min(PATIENCE, run.training.timeout / 2)))
     batches = Batches(run, engine)
     checkpoints = Checkpoints(directory / "checkpoints", run)
     step, last = 0, run.training.iterations
