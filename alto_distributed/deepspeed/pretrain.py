@@ -40,9 +40,24 @@ def build(run: Run) -> PretrainEngine:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} not set: start the run with torchrun, deepspeed or mpirun")
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=run.training.timeout))
+    with _nothing_compiled():
+        limit = timedelta(seconds=run.training.timeout)
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=limit)
     same_settings(run)
     return PretrainEngine(run)
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """On CPUs DeepSpeed compiles its shared-memory all-reduce as ranks connect: a minute of g++, or an error where
+    there is none, for something that inference and AutoTP use, and we do not."""
+    usable, name = deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm"
+    before = usable.get(name, False)
+    usable[name] = False
+    try:
+        yield
+    finally:
+        usable[name] = before
 
 
 class PretrainEngine:
