@@ -4,14 +4,18 @@ import os
 
 # bf16 matrix products die with SIGILL on hosts that advertise AMX without letting it be used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# As many test files run at a time as there are cores. A second thread for each would spin, waiting for its turn.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from hypothesis import settings
 
-# One launch of processes may serve many examples, so a single one may be slow; CI runs are repeatable.
-settings.register_profile("alto", deadline=None, derandomize=True, print_blob=True)
+from .launcher import EXHAUSTIVE
+
+# One launch of processes may serve many examples, so a single one may be slow. CI runs are repeatable; exhaustive ones
+# draw anew each time, and print what reproduces a failure.
+settings.register_profile("alto", deadline=None, derandomize=not EXHAUSTIVE, print_blob=True)
 settings.load_profile("alto")
 
 

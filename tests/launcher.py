@@ -1,14 +1,16 @@
 """Run many cases over real process groups with one launch of ranks.
 
 Starting ranks costs seconds, so a module of cases (functions named ``case_*`` in tests/ranks) is started
-once per world size, under torchrun, and every case becomes a pytest test of its own that looks up how it
+once per world size, and every case becomes a pytest test of its own that looks up how it
 went. Each rank notes the outcome of each case in a file of its own; a case has passed when all of them
 say so. If some ranks fail and others do not come out of a case (they wait in a collective), the launch is
 stopped, and the cases after it count as failed too.
 
-    python -m tests.launcher MODULE[,MODULE...] DIRECTORY      is what every rank runs
+    python -m tests.launcher MODULE[,MODULE...] WORLD DIRECTORY
 
-Modules that are named together share the ranks, and the seconds that importing a framework takes.
+imports the modules and forks the ranks, each with the variables and the store that torchrun would give it: importing a
+framework takes seconds, and is done once and not by every rank. What torchrun itself does is for the tests that start
+whole programs. Modules that are named together share the ranks.
 """
 
 import ast
@@ -17,6 +19,8 @@ import importlib
 import inspect
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -79,10 +83,14 @@ def environment(**more):
 @functools.cache
 def launch(module, world, directory, timeout=1200):
     """Start the ranks once; returns {case: None or what went wrong}."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["-m", "tests.launcher", module, str(directory)]
-    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=timeout)
-    log = done.stdout + done.stderr
+    command = [sys.executable, "-m", "tests.launcher", module, str(world), str(directory)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=REPO, env=environment(), start_new_session=True, **pipes) as process:
+        try:
+            log, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            log, _ = process.communicate()
     outcomes = [_read(directory, module, world, rank) for rank in range(world)]
     return {case: _verdict(case, outcomes, log) for _, case in cases_of(module, world)}
 
@@ -139,6 +147,57 @@ def _all_through(case, world, patience=60):
     return True
 
 
+def _main(modules, world, directory):
+    """Fork the ranks, and hold the store in which they meet until they have ended."""
+    import torch.distributed as dist
+
+    for module in modules.split(","):
+        importlib.import_module(module)
+    _without_shared_memory()
+    meeting = socket.create_server(("127.0.0.1", 0))  # before the fork, so that ranks know where; the store comes after
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.getsockname()[1])}
+    where.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), TORCHELASTIC_USE_AGENT_STORE="True")
+    ranks = [_fork(modules, directory, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
+    _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach())
+    failed = False
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status and not failed:
+            failed = True
+            time.sleep(1)  # for what the others have to say
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    sys.exit(failed)
+
+
+def _without_shared_memory():
+    """DeepSpeed compiles its shared-memory all-reduce when ranks connect on CPUs, for a minute or two, and uses it for
+    inference and AutoTP alone. The tests that start whole scripts have it; these take gloo, as on other systems."""
+    if "deepspeed" in sys.modules:
+        sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _fork(modules, directory, variables):
+    """A rank; returns its process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ.update(variables)
+        _rank_main(modules, directory)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def _rank_main(module, directory):
     import torch
     import torch.distributed as dist
@@ -164,4 +223,4 @@ def _rank_main(module, directory):
 
 
 if __name__ == "__main__":
-    _rank_main(*sys.argv[1:])
+    _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

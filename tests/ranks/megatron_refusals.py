@@ -33,12 +33,18 @@ from alto_distributed.megatron import AltoOptimizerConfig, altos, register, vers
 JOB = Job(layers=1)
 
 
-_groups = contextlib.ExitStack()  # never closed: they serve all cases
-_groups.enter_context(parallel(Layout()))
+_groups = contextlib.ExitStack()
+
+
+@functools.cache
+def groups():
+    """Megatron's process groups, made once and never closed: they serve all cases."""
+    _groups.enter_context(parallel(Layout()))
 
 
 def model(distributed=False):
     """A GPT in Megatron's data-parallel wrapper; all are alike."""
+    groups()
     (chunk,) = build(JOB)
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     return DistributedDataParallel(chunk.config, settings, chunk)
