@@ -14,6 +14,7 @@ whole programs. Modules that are named together share the ranks.
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -84,13 +86,16 @@ def environment(**more):
 def launch(module, world, directory, timeout=1200):
     """Start the ranks once; returns {case: None or what went wrong}."""
     command = [sys.executable, "-m", "tests.launcher", module, str(world), str(directory)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=REPO, env=environment(), start_new_session=True, **pipes) as process:
-        try:
-            log, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+    with tempfile.TemporaryFile("w+") as output:  # no pipe: processes that ranks leave behind would keep it open
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=REPO, env=environment(), start_new_session=True, **streams)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            log, _ = process.communicate()
+        process.wait()
+        output.seek(0)
+        log = output.read()
     outcomes = [_read(directory, module, world, rank) for rank in range(world)]
     return {case: _verdict(case, outcomes, log) for _, case in cases_of(module, world)}
 

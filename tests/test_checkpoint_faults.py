@@ -10,20 +10,20 @@ from .launcher import EXHAUSTIVE, REPO, check, environment, every_case
 from .test_pretrain_runs import arguments, data, losses  # noqa: F401  (a fixture)
 
 DEEPSPEED, MEGATRON = "tests.ranks.faults", "tests.ranks.faults_megatron"
-#: Instants at which ranks are killed.
-TRIALS = {"light": 120 if EXHAUSTIVE else 24, "deepspeed": 16 if EXHAUSTIVE else 2}
+#: Instants at which ranks are killed, in everyday runs and in exhaustive ones.
+TRIALS = {"light": (24, 120), "deepspeed": (2, 16), "megatron": (2, 16)}
 
 
 @pytest.mark.parametrize("engine", TRIALS)
 def test_killed_while_it_saves(engine, tmp_path):
     """kill -9 of one rank or of both at random instants, and at the points between the steps of a save."""
-    command = [sys.executable, "-m", "tests.scripts.checkpoint_faults", engine, str(tmp_path / "run")]
-    command += [str(TRIALS[engine]), "7"]
+    count = TRIALS[engine][EXHAUSTIVE]
+    command = [sys.executable, "-m", "tests.scripts.checkpoint_faults", engine, str(tmp_path / "run"), str(count), "7"]
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=900)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr[-3000:]
     *trials, end = lines
-    assert len(trials) == TRIALS[engine]
+    assert len(trials) == count
     last = 0
     for trial in trials:
         assert trial["damage"] == [], trial

@@ -1,12 +1,19 @@
 """Checkpoints of the Megatron engine meet damaged files, crafted files and a full disk."""
 
+import pathlib
 import pickle
+import tempfile
+from multiprocessing.process import BaseProcess
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from .. import megatron_gpt  # noqa: F401  (puts its stand-ins for a GPU in place)
 
 # The imports below need them.
+from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from alto_distributed.megatron import pretrain  # isort: skip
 from alto_distributed.pretrain import manifest
 from alto_distributed.pretrain.checkpoints import Checkpoints
@@ -81,6 +88,48 @@ def case_megatron_a_quota_on_one_rank_stops_all(directory):
     engine = engine_of(run)
     advance(engine, 4)
     damage.a_quota_on_one_rank_stops_all(engine, run, directory / "megatron quota")
+
+
+@worlds(2)
+def case_megatron_a_save_starts_no_process_that_could_be_killed(directory):
+    """megatron-core 0.16.1 forks writers, and its rank waits for ever for one that the kernel has killed."""
+    run = run_of()
+    engine, started = engine_of(run), []
+    checkpoints, begin = Checkpoints(directory / "megatron writers", run), BaseProcess.start
+
+    def noted(process):
+        started.append(process.name)
+        begin(process)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseProcess, "start", noted)
+        checkpoints.save(engine, 1)
+        assert started == []
+        # It is noted where there are some: Megatron's own way, which others still have after our save.
+        path = damage.once(lambda: pathlib.Path(tempfile.mkdtemp(dir=directory)))
+        paths = [path]
+        dist.broadcast_object_list(paths, src=0)
+        dist_checkpointing.save(engine._described(engine._metadata(), is_loading=False), str(paths[0]))
+        assert started
+
+
+@worlds(2)
+def case_megatron_an_error_of_a_writer_reaches_all_ranks(directory):
+    """Whatever its kind: one of Megatron's functions fails on rank 1 alone, in the thread that writes."""
+    run = run_of()
+    engine, checkpoints = engine_of(run), Checkpoints(directory / "megatron writer's error", run)
+
+    def failing(*_, **__):
+        raise MemoryError("no memory for a buffer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(filesystem_async, "_write_item", failing)
+        said = damage.refused(OSError, lambda: checkpoints.save(engine, 1))
+    assert "step-00000001 could not be written: " in said, said
+    assert "rank 1: Worker failure: no memory for a buffer" in said, said
+    checkpoints.save(engine, 1)
+    checkpoints.load(engine, checkpoints.newest())
 
 
 @worlds(2)

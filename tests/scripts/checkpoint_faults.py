@@ -7,13 +7,14 @@ save. They are forked from this process, which has imported everything, so that 
 Half of the trials kill at a random instant, from outside; in the others a rank kills itself at a given point, for some
 are too short to be hit from outside. The victim is rank 0, rank 1, or both. A line of JSON says how each trial went.
 
-ENGINE is "deepspeed", the real one, or "light": an engine of torch alone, with one file a rank. What is tested,
-alto_distributed.pretrain.checkpoints.Checkpoints, is the same.
+ENGINE is "deepspeed" or "megatron", the real ones, or "light": an engine of torch alone, with one file a rank. What is
+tested, alto_distributed.pretrain.checkpoints.Checkpoints, is the same.
 """
 
 import contextlib
 import datetime
 import hashlib
+import importlib
 import json
 import mmap
 import os
@@ -80,12 +81,10 @@ class Light:
 
 
 class Real:
-    """DeepSpeed's, training a very small GPT-2."""
+    """DeepSpeed's or Megatron's, training a very small GPT-2."""
 
     def __init__(self, run):
-        from alto_distributed.deepspeed import pretrain
-
-        self.run, self.engine = run, pretrain.build(run)
+        self.run, self.engine = run, module_of(run.engine).build(run)
         self.device, self.save, self.load = self.engine.device, self.engine.save, self.engine.load
 
     def advance(self, step):
@@ -94,10 +93,21 @@ class Real:
         self.engine.train([torch.randint(0, vocabulary, (4, sequence + 1), generator=generator)], 0.01)
 
     def tensors(self):
-        optimizer = self.engine._engine.basic_optimizer
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        flat = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.run.engine == "deepspeed":
+            optimizers = [self.engine._engine.basic_optimizer]
+        else:
+            from alto_distributed.megatron import altos
+
+            optimizers = altos(self.engine._optimizer)
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        flat = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         return {str(index): value for index, value in enumerate([*states, *flat]) if isinstance(value, torch.Tensor)}
+
+
+def module_of(engine):
+    if engine == "megatron":
+        from .. import megatron_gpt  # noqa: F401  (puts its stand-ins for a GPU in place)
+    return importlib.import_module(f"alto_distributed.{engine}.pretrain")
 
 
 def settings(engine):
@@ -106,6 +116,7 @@ def settings(engine):
     model = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 8, "vocabulary": 64, "dropout": 0.0}
     return parse(
         {
+            "engine": "megatron" if engine == "megatron" else "deepspeed",
             "model": model,
             "training": {"global_batch": 8, "micro_batch": 4, "precision": "fp32"},
             "checkpoints": {"keep": 2},
@@ -293,8 +304,8 @@ def trial(count, engine, directory, chance):
 def main(engine, directory, trials, seed):
     directory, chance = Path(directory), random.Random(int(seed))
     (directory / "fingerprints").mkdir(parents=True)
-    if engine == "deepspeed":
-        import alto_distributed.deepspeed.pretrain  # noqa: F401  (once, for all that are forked)
+    if engine != "light":
+        module_of(engine)  # once, for all that are forked
     for count in range(int(trials)):
         print(json.dumps(trial(count, engine, directory, chance)), flush=True)
     children = start("the last", engine, directory, directory / "meeting", Board(), [], None, 0, True)
