@@ -86,6 +86,8 @@ def test_the_runner_passes_on_the_rank_that_deepspeeds_launcher_puts_first(tmp_p
 
 
 USE = """
+from tests.launcher import without_compiling
+without_compiling()
 import deepspeed.runtime.engine as e
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS

@@ -1,6 +1,7 @@
 """Promises about the repository itself: the README's commands, what importing needs, where imports stand."""
 
 import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "alto_distributed"
@@ -56,6 +59,29 @@ def test_the_only_dependency_is_torch_and_nobody_lists_apex():
     listed = [requirement for extra in extras.values() for requirement in extra]
     assert not re.search(r"^apex", "\n".join([pinned, *listed]), re.M)
     assert "torch==2.13.0" in pinned
+
+
+def required(name, extras=(), found=None):
+    """The names of all that a package needs here, itself included."""
+    found = {} if found is None else found
+    name = canonicalize_name(name)
+    if not found.get(name, set()).issuperset({"", *extras}):
+        found.setdefault(name, set()).update({"", *extras})
+        for line in importlib.metadata.requires(name) or ():
+            needed = Requirement(line)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                required(needed.name, needed.extras, found)
+    return found
+
+
+def test_whatever_the_readmes_commands_install_is_pinned_and_nothing_else():
+    """What is not pinned is not audited, and another one tomorrow."""
+    pins = (line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] != "#")
+    pinned = {canonicalize_name(name) for name, _, version in pins if version}
+    needed = set(required("alto-distributed", ["dev"])) - {"alto-distributed"}
+    # Builds of torch for GPUs bring these.
+    assert {name for name in needed - pinned if not name.startswith(("nvidia-", "cuda-"))} == set()
+    assert pinned - needed == set()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))

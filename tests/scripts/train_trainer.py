@@ -87,6 +87,9 @@ def with_accelerate(args):
 
 
 if __name__ == "__main__":
+    from tests.launcher import without_compiling
+
+    without_compiling()
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1, help="DeepSpeed's launcher gives it; nobody else")
     parser.add_argument("--deepspeed")
