@@ -173,16 +173,20 @@ def _main(modules, world, directory):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.getsockname()[1])}
     where.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), TORCHELASTIC_USE_AGENT_STORE="True")
     ranks = [_fork(modules, directory, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
-    _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach())
-    failed = False
-    while ranks:
-        ended, status = os.wait()
-        ranks.remove(ended)
-        if status and not failed:
-            failed = True
-            time.sleep(1)  # for what the others have to say
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
+    failed = True
+    try:
+        # Not libuv's: it cannot take over a socket in every torch that is supported.
+        held = {"master_listen_fd": meeting.detach(), "use_libuv": False}
+        _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, **held)
+        failed = False
+        while ranks and not failed:
+            ended, status = os.wait()
+            ranks.remove(ended)
+            failed = bool(status)
+        time.sleep(failed)  # for what the others have to say
+    finally:
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
     sys.exit(failed)
 
 
