@@ -177,7 +177,8 @@ def _main(modules, world, directory):
     try:
         # Not libuv's: it cannot take over a socket in every torch that is supported.
         held = {"master_listen_fd": meeting.detach(), "use_libuv": False}
-        _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, **held)
+        port = int(where["MASTER_PORT"])
+        _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, **held)
         failed = False
         while ranks and not failed:
             ended, status = os.wait()
