@@ -90,4 +90,5 @@ if __name__ == "__main__":
     deepspeed.comm.barrier()
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # seen once, on a busy machine: std::terminate in the libraries' own end
+    if "mpi4py" not in sys.modules:  # which must say goodbye to mpirun
+        os._exit(0)  # seen once, on a busy machine: std::terminate in the libraries' own end
