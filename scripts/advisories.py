@@ -17,11 +17,8 @@ import threading
 from pathlib import Path
 
 import yaml
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
-
-
-def canonical(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def as_version(text):
@@ -50,7 +47,7 @@ def is_in(version, events):
 def concerns(advisory, package, version):
     """Whether an advisory is about a version of a package: it is listed, or in a range."""
     for affected in advisory.get("affected") or ():
-        if canonical(affected["package"]["name"]) != package or affected["package"]["ecosystem"] != "PyPI":
+        if canonicalize_name(affected["package"]["name"]) != package or affected["package"]["ecosystem"] != "PyPI":
             continue
         if version in (affected.get("versions") or ()):
             return True
@@ -64,19 +61,19 @@ class Advisories:
     """Those of a checkout, read package by package as they are asked for."""
 
     def __init__(self, directory):
-        self.folders = {canonical(folder.name): folder for folder in Path(directory).glob("vulns/*")}
+        self.folders = {canonicalize_name(folder.name): folder for folder in Path(directory).glob("vulns/*")}
         if not self.folders:
             raise SystemExit(f"{directory} has no vulns/*: it should be a checkout of PyPA's advisory database")
         self.asked, self.read, self.newest = 0, 0, ""
 
     def about(self, package, version):
-        folder = self.folders.get(canonical(package))
+        folder = self.folders.get(canonicalize_name(package))
         files = sorted(folder.glob("*.y*ml")) if folder else []
         # BaseLoader leaves every scalar a string: version 1.10 is not the number 1.1.
         known = [yaml.load(path.read_text(), Loader=yaml.BaseLoader) for path in files]
         self.asked, self.read = self.asked + 1, self.read + len(known)
         self.newest = max([self.newest, *(advisory["modified"] for advisory in known)])
-        return [advisory for advisory in known if concerns(advisory, canonical(package), version)]
+        return [advisory for advisory in known if concerns(advisory, canonicalize_name(package), version)]
 
 
 def server(advisories):
