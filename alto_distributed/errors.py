@@ -1,6 +1,6 @@
 """The errors a user can cause, each a ValueError.
 
-Three of them also carry the type that PyTorch or Python would have raised at the same place, so that
+Four of them also carry the type that PyTorch or Python would have raised at the same place, so that
 code written against ``torch.optim`` keeps catching them.
 """
 
@@ -38,6 +38,10 @@ class UnsupportedVersion(ValueError, ImportError):
 
 class UnsupportedTensor(ValueError, RuntimeError):
     """A sparse or complex tensor. ``torch.optim`` raises RuntimeError for a sparse gradient."""
+
+
+class MisfittingTensor(ValueError, RuntimeError):
+    """A parameter of another size or device than its states. ``torch.optim`` raises RuntimeError for it."""
 
 
 def refuse_unsupported_gradient(who: str, grad: torch.Tensor) -> None:

@@ -17,9 +17,14 @@ _NORM_LAYERS = (
 )
 
 
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """A parameter's shape. ``deepspeed.zero.Init`` leaves an empty vector, and the shape in ``ds_shape``."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def param_groups(
     model_or_named_params: nn.Module | Iterable[tuple[str, torch.Tensor]],
-    weight_decay: float = 1e-4,
+    weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Two parameter groups for ALTO: decayed, and undecayed.
 
@@ -31,13 +36,13 @@ def param_groups(
     Args:
         model_or_named_params: a module, or pairs of name and parameter (a name that is or ends in
             "bias" marks a bias; norm layers can only be told from a module).
-        weight_decay: of the decayed group.
+        weight_decay: of the decayed group. By default the group has none of its own, and gets the optimizer's.
 
     Returns:
         A list to pass to ``ALTO``, to ``deepspeed.initialize(model_parameters=...)`` and the like.
 
     Example:
-        >>> optimizer = ALTO(param_groups(model, weight_decay=1e-4), lr=1e-2)
+        >>> optimizer = ALTO(param_groups(model), lr=1e-2, weight_decay=1e-4)
     """
     in_norm_layers: set[int] = set()
     if isinstance(model_or_named_params, nn.Module):
@@ -62,13 +67,14 @@ def param_groups(
             continue
         seen.add(id(parameter))
         is_bias = name.rsplit(".", 1)[-1].endswith("bias")
-        if is_bias or parameter.ndim < 2 or id(parameter) in in_norm_layers:
+        if is_bias or len(whole_shape(parameter)) < 2 or id(parameter) in in_norm_layers:
             undecayed.append(parameter)
         else:
             decayed.append(parameter)
 
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
+    own = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, **own},
         {"params": undecayed, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

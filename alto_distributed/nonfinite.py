@@ -4,10 +4,13 @@ Before a step touches anything, one number says whether any gradient of any rank
 largest magnitudes of the local gradients (padding is not looked at), reduced to one flag by one all-reduce of four
 bytes over all ranks that train the model together.
 
-On the CPU the flag is read, and a bad step ends there. On an accelerator the host does not wait for it. The
-step is launched, and every write of it hangs on the flag on the device (:mod:`.update.unless`). The host has
-counted the step by then; the flag follows it there, and when the next step begins, or the counts are asked for, a
-step that was skipped is taken back from the counters.
+Where the ranks exchange numbers on the CPU (gloo), the flag is read, and a bad step ends there. Where they do so on an
+accelerator (NCCL), the host does not wait for it: the step is launched, and each of its writes depends on the flag on
+the device (:mod:`.update.unless`). The host counts the step at once. When the next step begins, or the counts are asked
+for, the flag is there, and a step that was skipped is taken back from the counters.
+
+All ranks of a process group take the same one of these two ways, whatever tensors they hold: a rank that read the flag
+and returned would leave the others waiting for it in the collective of the norms.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .sharding.collective import all_reduce, everyone
+from .sharding.collective import everyone, reduce_on_group_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,10 +47,10 @@ class SkippedSteps:
         return SkippedSteps(self.on)
 
     def flag(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-        """1.0 if any element on any rank is not finite, else 0.0; on an accelerator if one of them is there."""
+        """1.0 if any element on any rank is not finite, else 0.0; on the device where the ranks exchange numbers."""
         flag = flag_of(gradients)
         group = everyone(self.group)
-        return flag if group is None else all_reduce(flag, group, "MAX")
+        return flag if group is None else reduce_on_group_device(flag, group, "MAX")
 
     @staticmethod
     def is_readable(flag: torch.Tensor) -> bool:
@@ -64,10 +67,11 @@ class SkippedSteps:
     def count_later(self, flag: torch.Tensor, counters: Sequence[torch.Tensor]) -> None:
         """The same, without waiting: when :meth:`settle` is called. ``counters`` have counted the step already."""
         arrived = None
-        if flag.device.type == "cuda":
-            host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        if flag.device.type != "cpu":
+            host = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
             host.copy_(flag, non_blocking=True)
-            arrived = torch.cuda.current_stream(flag.device).record_event()
+            arrived = torch.Event(flag.device)
+            arrived.record(torch.accelerator.current_stream(flag.device))
             flag = host
         self._unsettled = flag, arrived, counters
 
@@ -108,7 +112,7 @@ def flag_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     flags = [torch.stack(norms).isfinite().all().logical_not().float().view(1) for norms in largest.values()]
     flags.sort(key=lambda flag: flag.device.type == "cpu")
     if not flags:
-        return torch.zeros(1)
+        return torch.zeros(1, dtype=torch.float32, device="cpu")
     whole = flags[0]
     for flag in flags[1:]:
         whole = torch.maximum(whole, flag.to(whole.device))

@@ -12,6 +12,7 @@ the paper, norms over whole parameters when they are sharded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -28,10 +29,10 @@ from .nonfinite import SkippedSteps
 from .registration import register_loaded
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
-from .sharding.plan import Entry, StepPlan
+from .sharding.plan import Entry, StepPlan, check_length
 from .update import Coefficients, Kernel, Piece, check_kernel, kernel_for, kernel_unless
 from .update.rounding import seed_of
-from .work import Work, checked_gradient
+from .work import Work, check_fit, checked_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -146,8 +147,7 @@ class ALTO(Optimizer):
         for tensor, layout in layouts.items():
             if is_dtensor(tensor):
                 raise ValueError("a DTensor knows its own layout: leave it out of set_layouts")
-            if tensor.numel() != layout.numel:
-                raise ValueError(f"{layout!r} is of another length than its tensor of {tensor.numel()} elements")
+            check_length(tensor, layout)
             if not layout.is_whole and not tensor.is_contiguous():
                 raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
         if joined and self._diagnostics.every and not all(states.STEP in group for group in self.param_groups):
@@ -170,18 +170,18 @@ class ALTO(Optimizer):
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
         self._layouts = dict(layouts)
         self._joined = tuple(joined)
-        self._plans: dict[tuple[tuple[int, ...], ...], StepPlan] = {}
+        self._plans: dict[tuple[tuple[tuple[int, torch.Size], ...], ...], StepPlan] = {}
         self._agreed: set[tuple[str, ...]] = set()
         self._layouts_lost = False
 
     def _plan(self) -> StepPlan:
-        """The plan for the tensors that are in the groups now; it keeps them, so ids stay unique."""
+        """The plan for the tensors that are in the groups now. It goes when one of them does, so ids stay unique."""
         if self._layouts_lost:
             raise ValueError(
                 "this ALTO is a copy of a sharded one, and layouts belong to the original's tensors and process "
                 "groups: call set_layouts on the copy before step()"
             )
-        key = tuple(tuple(map(id, group["params"])) for group in self.param_groups)
+        key = tuple(tuple((id(p), p.shape) for p in group["params"]) for group in self.param_groups)
         if key not in self._plans:
             plan = StepPlan(self.param_groups, self._layouts, self._joined)
             names = tuple(plan.norms.slots)
@@ -190,6 +190,7 @@ class ALTO(Optimizer):
                 plan.require_agreement({**self.description(), **self.description_of_groups()})
                 self._agreed.add(names)
             self._plans[key] = plan
+            plan.when_outdated(self.param_groups, functools.partial(self._plans.pop, key, None))
         return self._plans[key]
 
     def description(self) -> dict[str, str]:
@@ -284,10 +285,11 @@ class ALTO(Optimizer):
         """What has a gradient: entry, place in the groups, and this rank's gradient. All of it is checked here."""
         ready: list[tuple[Entry, int, int, torch.Tensor]] = []
         for g, entries in enumerate(plan.groups):
-            for i, entry in enumerate(entries):
-                if entry.tensor.grad is not None:
-                    ready.append((entry, g, i, checked_gradient(entry.tensor, entry.tensor.grad)))
-                    self._refuse_small_states(entry.tensor)
+            for i, (entry, param) in enumerate(zip(entries, self.param_groups[g]["params"], strict=True)):
+                if param.grad is not None:
+                    ready.append((entry, g, i, checked_gradient(param, param.grad)))
+                    check_fit(param, self.state.get(param, {}), self.state_keys)
+                    self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
             kernel_for(self._kernel, device)  # refuses a device that the kernel cannot serve
         return ready
@@ -299,7 +301,8 @@ class ALTO(Optimizer):
         work = Work()
         coefficients: dict[tuple[int, int], Coefficients] = {}
         for entry, g, i, grad in ready:
-            param, group, hyper = entry.tensor, self.param_groups[g], hypers[g]
+            group, hyper = self.param_groups[g], hypers[g]
+            param = group["params"][i]
             state = self._state_of(param, group, hyper)
             state[states.STEP] += 1
             work.counters.append(state[states.STEP])
@@ -321,16 +324,16 @@ class ALTO(Optimizer):
                 spans=entry.spans(ratios.ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
                 model_copy=self._model_copies.flat(param),
-                seed=self._seed(entry, g, i),
+                seed=self._seed(param, entry, g, i),
             )
             work.add(piece, entry, k)
         return work
 
-    def _seed(self, entry: Entry, g: int, i: int) -> int:
+    def _seed(self, param: torch.Tensor, entry: Entry, g: int, i: int) -> int:
         """Of stochastic rounding; follows from the tensor's place, so replicas and resumed runs have the same."""
         if not any(self._state_dtypes.values()):
             return 0
-        described = entry.tensor in self._layouts and entry.layout.segments
+        described = param in self._layouts and entry.layout.segments
         return seed_of(g, i, entry.layout.segments[0].parameter.name if described else "")
 
     # -- skipped steps ------------------------------------------------------------------------------

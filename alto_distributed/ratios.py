@@ -43,7 +43,7 @@ def complete(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ratio of each slot, and lr times that, from this rank's sums. A slot that nobody summed has ratio 1."""
     if all(hyper.layerwise == "none" for hyper in hypers):
-        ones = torch.ones(len(plan.norms.slots))
+        ones = torch.ones(len(plan.norms.slots), dtype=torch.float64, device="cpu")
         return ones, ones
     sums = plan.norms.complete(partial)
     theta_norm, r_norm = sums.sqrt()

@@ -1,6 +1,7 @@
 """Registration with the frameworks: now for those that are loaded, at their import for the others.
 
-Nothing is imported that the user's program does not import itself.
+Nothing is imported that the user's program does not import itself, and no program fails at import because of us: where
+ALTO cannot be registered, it is refused when it is asked for (:mod:`.unregistered`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+from .unregistered import refuse_when_asked
 
 #: Module of a framework -> what makes ALTO known to it: a module here, which registers when it is imported,
 #: or a function of one, for a framework that arrives in several parts.
@@ -26,39 +28,42 @@ FRAMEWORKS = {
     "megatron.training.training": "alto_distributed.megatron.command_line:patch_training",
 }
 
+#: Those that ALTO could not be registered with: they are not tried again.
+_unregistered: dict[str, ModuleType] = {}
+
 
 def register() -> None:
-    """Make ALTO known to DeepSpeed and Megatron, in either order of imports. Calling it again changes nothing.
-
-    Raises:
-        ValueError: a framework that is loaded already is of a version this package was not made for.
-    """
-    for framework, ours in FRAMEWORKS.items():
-        if framework in sys.modules:
-            _register_with(ours)
+    """Make ALTO known to DeepSpeed and Megatron, in either order of imports. Calling it again changes nothing."""
+    register_loaded()
     if not any(isinstance(finder, _Frameworks) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Frameworks())
 
 
 def register_loaded() -> None:
-    """Called when an ALTO is built: a client-built optimizer must never reach an engine that does not know it.
+    """Register with the frameworks that are loaded.
 
-    A framework of an unknown version may be loaded without ever seeing this optimizer, so that is a
-    warning here and an error in :func:`register`.
+    Building an ALTO calls this too: a client-built optimizer must never reach an engine that does not know it.
     """
-    for framework, ours in FRAMEWORKS.items():
-        if framework in sys.modules and ours.split(":")[0] not in sys.modules:
-            try:
-                _register_with(ours)
-            except ValueError as error:
-                warnings.warn(f"ALTO is not registered with {framework}, do not use it there: {error}", stacklevel=4)
+    for framework in FRAMEWORKS:
+        if framework in sys.modules and sys.modules[framework] is not _unregistered.get(framework):
+            _register_with(framework)
 
 
-def _register_with(ours: str) -> None:
-    module, _, function = ours.partition(":")
-    loaded = importlib.import_module(module)
-    if function:
-        getattr(loaded, function)()
+def _register_with(framework: str) -> None:
+    module, _, function = FRAMEWORKS[framework].partition(":")
+    try:
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
+    except Exception as reason:  # another release may fail in any way, and its users may not want ALTO at all
+        _unregistered[framework] = sys.modules[framework]
+        _refuse_when_asked(framework, reason)
+
+
+def _refuse_when_asked(framework: str, reason: Exception) -> None:
+    missing = refuse_when_asked(framework, reason)
+    if missing is not None:
+        sys.meta_path.insert(0, AfterImport({missing: lambda: _refuse_when_asked(framework, reason)}))
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -86,7 +91,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 class _Frameworks(AfterImport):
     def __init__(self) -> None:
-        super().__init__({framework: functools.partial(_register_with, ours) for framework, ours in FRAMEWORKS.items()})
+        super().__init__({framework: functools.partial(_register_with, framework) for framework in FRAMEWORKS})
 
 
 def _act_after(loader: Any, action: Callable[[], None]) -> None:

@@ -50,7 +50,7 @@ def new_state(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.T
 
 def new_step() -> torch.Tensor:
     """A counter on the host, as torch.optim keeps it, so that reading it never waits for a GPU."""
-    return torch.tensor(0.0, dtype=torch.float32)
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
 def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from .errors import UnsupportedTensor, refuse_unsupported_gradient
-from .sharding.dtensor import like_parameter, local
+from .errors import MisfittingTensor, UnsupportedTensor, refuse_unsupported_gradient
+from .sharding.dtensor import PLAIN, like_parameter, local
 from .sharding.plan import Entry
 from .update import Piece
 
@@ -53,3 +55,25 @@ def checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if piece.shape != local(param).shape:
         raise ValueError(f"a gradient of shape {tuple(piece.shape)} for a parameter of {tuple(local(param).shape)}")
     return piece
+
+
+def check_fit(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise if a parameter no longer fits its states or its own memory: its ``data`` was replaced, moved or resized.
+
+    A kernel that went by the old sizes would write into memory that belongs to something else.
+    """
+    for key in keys:
+        value = state.get(key)
+        if value is not None and (value.shape != param.shape or value.device != param.device):
+            raise MisfittingTensor(
+                f"a parameter of shape {tuple(param.shape)} on {param.device} has {key} of shape {tuple(value.shape)} "
+                f"on {value.device}: its data was replaced or moved after a step. Build a new optimizer for it"
+            )
+    here = local(param)
+    if type(here) in PLAIN and here.numel() and here.is_contiguous():
+        available = here.untyped_storage().nbytes() // here.itemsize - here.storage_offset()
+        if available < here.numel():
+            raise MisfittingTensor(
+                f"a parameter of shape {tuple(here.shape)} has memory for {max(available, 0)} elements: its storage "
+                "was resized. Restore it before step()"
+            )

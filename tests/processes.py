@@ -1,6 +1,8 @@
 """Commands that tests start as a user would, in processes of their own."""
 
+import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +30,28 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])
+
+
+def renumbered(package, directory, file, pattern, replacement):
+    """The installed package once more in ``directory``, with one of its files changed: another release's number, say.
+
+    Args:
+        package: its name, with dots.
+        directory: to be put on PYTHONPATH.
+        file: name of the file in the package.
+        pattern: a regular expression for what is replaced in it, with something to find.
+        replacement: what it is replaced by.
+    """
+    source = Path(importlib.util.find_spec(package.partition(".")[0]).submodule_search_locations[0]).parent
+    parts = package.split(".")
+    target = Path(directory, *parts)
+    target.mkdir(parents=True)
+    for entry in source.joinpath(*parts).iterdir():
+        if entry.name not in (file, "__pycache__"):
+            (target / entry.name).symlink_to(entry)
+    changed, found = re.subn(pattern, replacement, source.joinpath(*parts, file).read_text())
+    assert found, f"{file} of {package} has no {pattern}"
+    (target / file).write_text(changed)
 
 
 def run(command, cwd=REPO, timeout=300, **variables):

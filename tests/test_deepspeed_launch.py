@@ -4,6 +4,7 @@ What every way must give is the loss of the unsharded run, so a launcher that qu
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from alto_distributed import ALTO, param_groups
 
 from .launcher import REPO, environment
-from .processes import MPI_AS_ROOT, RUNNER, TORCHRUN, beside_python, free_port, run
+from .processes import MPI_AS_ROOT, RUNNER, TORCHRUN, beside_python, free_port, renumbered, run
 from .scripts import train_deepspeed
 
 CONFIGS = REPO / "configs" / "deepspeed"
@@ -117,35 +118,63 @@ def test_either_order_of_imports_and_twice_is_once(order):
     run([sys.executable, "-c", ORDERS[order] + USE], **alone)
 
 
+# Run with "-m alto_distributed", with a DeepSpeed that calls itself 0.99.1.
 OTHER_VERSION = """
 import deepspeed
+import torch
+from tests.launcher import without_compiling
+from alto_distributed import ALTO, E
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-import torch, warnings
-deepspeed.__version__ = "0.99.1"
-import alto_distributed
 
-def refusal(do):
-    try:
-        do()
-    except ValueError as error:
-        return str(error)
-    raise SystemExit("was not refused")
-
-first = refusal(alto_distributed.register)
-second = refusal(lambda: __import__("alto_distributed.deepspeed"))
-assert first == second, second
+assert deepspeed.__version__ == "0.99.1"
 assert "alto" not in DEEPSPEED_OPTIMIZERS
-with warnings.catch_warnings(record=True) as caught:
-    alto_distributed.ALTO([torch.nn.Parameter(torch.ones(2, 2))])
-assert [str(w.message) for w in caught] == ["ALTO is not registered with deepspeed, do not use it there: " + first]
-print("REFUSED", first)
+without_compiling()
+model = torch.nn.Linear(3, 2)
+
+def train(client, **settings):
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    parameters = list(model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=client, model_parameters=parameters, config={**config, **settings}
+    )
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    engine.destroy()
+
+def refused(client, **settings):
+    try:
+        train(client, **settings)
+    except ValueError as error:
+        print("REFUSED", error)
+    else:
+        raise SystemExit("was not refused")
+
+train(torch.optim.SGD(model.parameters(), lr=0.1))  # who does not ask for ALTO does not notice us
+refused(None, optimizer={"type": "ALTO", "params": {"lr": 0.1}})
+refused(None, optimizer={"type": "esgd"})
+refused(ALTO(model.parameters()))
+refused(lambda params: ALTO(params))
+refused(E(torch.optim.SGD(model.parameters(), lr=0.1)))
+try:
+    import alto_distributed.deepspeed
+except ValueError as error:
+    print("REFUSED", error)
+torch.distributed.destroy_process_group()
 """
 
 
-def test_another_deepspeed_is_refused_with_the_reason():
-    output = run([sys.executable, "-c", OTHER_VERSION])
-    assert "REFUSED alto_distributed supports DeepSpeed 0.19.8, and 0.99.1 is installed" in output
-    assert "private buffers are laid out, which changes between releases; pip install deepspeed==0.19.8" in output
+def test_another_deepspeed_is_refused_with_the_reason_when_alto_is_asked_for(tmp_path):
+    """Not at its import: programs import DeepSpeed for other things, and once died for it."""
+    renumbered("deepspeed", tmp_path, "git_version_info_installed.py", r"^version='.*'", "version='0.99.1'")
+    script = tmp_path / "train.py"
+    script.write_text(OTHER_VERSION)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    output = run([sys.executable, *RUNNER, str(script)], PYTHONPATH=f"{REPO}{os.pathsep}{tmp_path}", **alone)
+    lines = {line for line in output.splitlines() if line.startswith("REFUSED")}
+    assert output.count("REFUSED ") == 6
+    (line,) = lines
+    assert "alto_distributed supports DeepSpeed 0.19.8, and 0.99.1 is installed" in line
+    assert "private buffers are laid out, which changes between releases; pip install deepspeed==0.19.8" in line
 
 
 # -- launchers ---------------------------------------------------------------------------------------------

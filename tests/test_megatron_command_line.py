@@ -148,7 +148,8 @@ refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-eps 1 2")
 refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-alpha 100.5")), "alpha=100.5 is out of range")
 refused(lambda: arguments.validate_args(parse("--optimizer alto --use-precision-aware-optimizer")), "precision-aware")
 
-# Another Megatron-LM: refused whole, and left as it is.
+# Another Megatron-LM: left as it is, and refused if the command line asks for ALTO.
+LINE = sys.argv
 for name, spoiled in {
     "_print_args": "megatron.training.arguments has no function _print_args",
     "validate_args": "megatron.training.arguments.validate_args does not take (args, defaults)",
@@ -160,7 +161,14 @@ for name, spoiled in {
     else:
         arguments.validate_args = lambda args: None
     before = dict(vars(arguments))
-    refused(alto_distributed.register, spoiled)
+    sys.argv = [*LINE, "--optimizer", "adam", "--name", "alto"]
+    alto_distributed.register()
+    assert vars(arguments) == before
+    registration._unregistered.clear()
+    for asking in (["--optimizer", "alto"], ["--optimizer=ALTO"]):
+        sys.argv = [*LINE, *asking]
+        refused(alto_distributed.register, spoiled)
+        registration._unregistered.clear()
     assert vars(arguments) == before
 forget()
 training = load(NAMES)[2]

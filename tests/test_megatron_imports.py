@@ -3,10 +3,12 @@
 Megatron is never imported here: without a GPU it needs stand-ins that a test process should not have.
 """
 
+import os
 import subprocess
 import sys
 
 from .launcher import REPO, environment
+from .processes import RUNNER, renumbered, run
 
 IMPORTS = """
 import sys
@@ -36,3 +38,49 @@ def test_nothing_is_imported_before_its_time_and_then_registered():
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+# A program under "-m alto_distributed" whose megatron-core calls itself 0.99.1.
+OTHER_VERSION = """
+import sys
+from scripts.megatron_on_cpu import install
+
+install()
+import megatron.core
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+assert megatron.core.__version__ == "0.99.1"
+assert "alto_distributed.megatron" not in sys.modules
+for config in (OptimizerConfig(optimizer="adam"), OptimizerConfig(optimizer="alto")):
+    try:
+        get_megatron_optimizer(config, [])
+    except Exception as error:
+        print(config.optimizer, type(error).__name__, error)
+"""
+
+
+def test_another_megatron_is_refused_with_the_reason_when_alto_is_asked_for(tmp_path):
+    """Not at its import: Megatron-DeepSpeed's own scripts, which bring another megatron.core, once died for it."""
+    renumbered("megatron.core", tmp_path, "package_info.py", r"MINOR = \d+\nPATCH = \d+", "MINOR = 99\nPATCH = 1")
+    script = tmp_path / "train.py"
+    script.write_text(OTHER_VERSION)
+    output = run([sys.executable, *RUNNER, str(script)], PYTHONPATH=f"{tmp_path}{os.pathsep}{REPO}")
+    said = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("adam ", "alto ")))
+    assert "UnsupportedVersion" not in said.get("adam", "")
+    assert said["alto"].startswith("UnsupportedVersion alto_distributed supports megatron-core 0.16.1 and 0.20.0, and")
+    assert "0.99.1 is installed" in said["alto"]
+
+
+WITHOUT_OPTIMIZERS = """
+import megatron.core  # has no optimizers, like the one in Megatron-DeepSpeed
+print("RUNS", megatron.core.__version__)
+"""
+
+
+def test_a_megatron_without_optimizers_can_be_imported(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("__version__ = '0.2.0'\n")
+    (tmp_path / "train.py").write_text(WITHOUT_OPTIMIZERS)
+    command = [sys.executable, *RUNNER, str(tmp_path / "train.py")]
+    assert "RUNS 0.2.0" in run(command, PYTHONPATH=f"{tmp_path}{os.pathsep}{REPO}")

@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alto_distributed import ALTO, E, LogicalParameter, Segment, ShardLayout
 from alto_distributed.nonfinite import SkippedSteps, flag_of
+from alto_distributed.sharding import collective
 from alto_distributed.update import Coefficients, Piece, Span, chunked, kernel_unless, native
 
 NAN, INF = math.nan, math.inf
@@ -189,3 +191,32 @@ def test_a_copy_and_an_old_pickle_keep_or_lack_the_choice():
     old = ALTO.__new__(ALTO)
     old.__setstate__(state)
     assert not old.skip_nonfinite
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group in which collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize("held", ["nothing", "on the GPU", "on the CPU"])
+def test_whether_the_host_reads_the_flag_follows_from_the_group(backend, held, two_ranks, monkeypatch):
+    """A rank without elements read its flag, on the CPU, and returned; the others waited for it in the norms."""
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: backend)
+    monkeypatch.setattr(collective, "_accelerator", lambda: "cuda")
+    two_ranks.bound_device_id = torch.device("cuda", 1)
+    with FakeTensorMode():
+        gradients = {
+            "nothing": [],
+            "on the GPU": [torch.empty(3, device="cuda:1")],
+            "on the CPU": [torch.empty(3, device="cpu")],
+        }[held]
+        skipped = SkippedSteps(True)
+        flag = skipped.flag(gradients)
+        assert flag.device == torch.device("cpu" if backend == "cpu:gloo,cuda:gloo" else "cuda:1")
+        assert skipped.is_readable(flag) == (flag.device.type == "cpu")

@@ -263,9 +263,20 @@ class TestParamGroups:
     def test_named_parameters_and_empty_groups(self):
         m = nn.Linear(3, 3)
         assert [len(g["params"]) for g in param_groups(m.named_parameters())] == [1, 1]
-        assert [g["weight_decay"] for g in param_groups([("w", m.weight)])] == [1e-4]
-        optimizer = ALTO(param_groups(m))
-        assert [g["weight_decay"] for g in optimizer.param_groups] == [1e-4, 0.0]
+        assert [g["weight_decay"] for g in ALTO(param_groups([("w", m.weight)])).param_groups] == [1e-4]
+
+    def test_the_optimizers_weight_decay_holds_unless_the_groups_were_given_one(self):
+        """``ALTO(param_groups(m), weight_decay=0.1)`` trained with 1e-4, which the groups had brought along."""
+        m = nn.Linear(3, 3)
+        for given, options, expected in (
+            ({}, {}, 1e-4),
+            ({}, {"weight_decay": 0.1}, 0.1),
+            ({}, {**recipe(4096), "weight_decay": 0.1}, 0.1),
+            ({}, recipe(4096), 1e-4),
+            ({"weight_decay": 0.3}, {"weight_decay": 0.1}, 0.3),
+        ):
+            optimizer = ALTO(param_groups(m, **given), **options)
+            assert [g["weight_decay"] for g in optimizer.param_groups] == [expected, 0.0]
 
     def test_bare_parameters_are_refused(self):
         with pytest.raises(ValueError, match="named_parameters"):

@@ -9,6 +9,7 @@ import torch
 
 from ..adaptor import E
 from ..config import refuse_unknown
+from ..groups import whole_shape
 from ..optimizer import ALTO
 
 _SGD_NAMES = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
@@ -53,11 +54,6 @@ def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Opt
             f'"max_grad_norm" is not a parameter of {name}: set "gradient_clipping" at the top of the DeepSpeed config'
         )
     return BUILDERS[name](params, **options)
-
-
-def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
-    """A parameter's shape; under ``zero.Init`` it hides that, and ``ds_shape`` has it."""
-    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def split_bare_parameters(parameters: list[Any]) -> list[Any]:

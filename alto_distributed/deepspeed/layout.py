@@ -24,8 +24,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ..groups import whole_shape
 from ..sharding import LogicalParameter, Segment, ShardLayout
-from .build import whole_shape
 
 
 class LayoutBuilder:

@@ -40,6 +40,8 @@ def build(run: Run) -> PretrainEngine:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} not set: start the run with torchrun, deepspeed or mpirun")
+    # Before the first collective: NCCL refuses a tensor on another device than the one this rank is bound to.
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with _nothing_compiled():
         limit = timedelta(seconds=run.training.timeout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=limit)
@@ -105,7 +107,7 @@ class PretrainEngine:
         engine.train()
         seed_dropout(self._run, engine.global_steps, self.data_parallel_rank)
         watch = _Stopwatch()
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for tokens in micro_batches:
             with watch.measuring("forward"):
                 loss = self._loss(tokens)

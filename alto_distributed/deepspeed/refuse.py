@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .build import whole_shape
+from ..groups import whole_shape
 
 
 def refuse_unsupported(engine: Any, parameters: list[Any]) -> None:

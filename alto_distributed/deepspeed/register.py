@@ -16,11 +16,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from .. import state as states
+from ..groups import whole_shape
 from ..optimizer import ALTO
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import checkpoint
-from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters, whole_shape
+from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters
 from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .nonfinite import skip_nonfinite

@@ -67,7 +67,7 @@ def initialize(model: nn.Module, run: Run) -> None:
             if kind[0] == "c_proj":  # two of them in each layer add to the residual stream
                 std /= math.sqrt(2 * run.model.layers)
             generator = torch.Generator().manual_seed(seed_from(run.training.seed, "weights", name))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -56,7 +56,7 @@ def free_port() -> int:
 
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether any rank says so. All of them must ask."""
-    said = torch.tensor([float(flag)], device=device)
+    said = torch.tensor([float(flag)], dtype=torch.float32, device=device)
     dist.all_reduce(said, op=dist.ReduceOp.MAX)
     return bool(said.item())
 

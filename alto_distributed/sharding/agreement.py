@@ -43,8 +43,8 @@ def require_agreement(
     own = {} if own is None else own
     if group.size() == 1:
         return
-    sent = torch.tensor([*_checksum(common), *_checksum(own)], dtype=torch.uint8)
-    sent = torch.cat([sent, torch.tensor([position], dtype=torch.int64).view(torch.uint8)])
+    sent = torch.tensor([*_checksum(common), *_checksum(own)], dtype=torch.uint8, device="cpu")
+    sent = torch.cat([sent, torch.tensor([position], dtype=torch.int64, device="cpu").view(torch.uint8)])
     sent = sent.to(device_for(sent.device, group))
     received = [torch.empty_like(sent) for _ in range(group.size())]
     try:

@@ -1,7 +1,8 @@
-"""All-reduces of a few numbers, wherever these live and whatever memory the process group speaks of."""
+"""All-reduces of a few numbers, wherever these live and whatever memory the process group works in."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,22 +14,58 @@ if TYPE_CHECKING:
 def all_reduce(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> torch.Tensor:
     """The sum (or "MAX") of ``table`` over ``group``, back on the table's device.
 
-    With parameters offloaded to the CPU the table is there too, while NCCL only speaks of GPU memory:
-    then it makes the trip, as the offloading engines' own norms do.
+    With parameters offloaded to the CPU the table is on the CPU too, while NCCL works in GPU memory only: then the
+    table is copied there and back, as the offloading engines do with their own norms.
     """
+    return reduce_on_group_device(table, group, op).to(table.device)
+
+
+def reduce_on_group_device(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> torch.Tensor:
+    """The same, left on the device where ``group`` communicates: one kind of device on all of its ranks."""
     import torch.distributed as dist
 
     there = table.to(device_for(table.device, group))
     dist.all_reduce(there, op=getattr(dist.ReduceOp, op), group=group)
-    return there.to(table.device)
+    return there
 
 
 def device_for(device: torch.device, group: ProcessGroup) -> torch.device:
-    """``device`` itself if ``group`` communicates there, else the current device of a type where it does."""
+    """The device on which this rank exchanges numbers with ``group``.
+
+    Its type follows from the group alone. If it followed from the tensors that a rank happens to hold, a rank without
+    any would use another backend of the group than the others, and all of them would hang.
+
+    Args:
+        device: where the numbers are; it is returned if it is of that type.
+        group: the process group.
+    """
     import torch.distributed as dist
 
-    device_types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    return device if device.type in device_types else torch.device(device_types[0])
+    device_type = _device_type(dist.get_backend_config(group), _accelerator())
+    if device.type == device_type:
+        return device
+    bound: torch.device | None = group.bound_device_id
+    return bound if bound is not None and bound.type == device_type else torch.device(device_type)
+
+
+@functools.lru_cache
+def _device_type(backend_config: str, accelerator: str | None) -> str:
+    """Of the accelerator if the group has a backend of its own for it; else of the CPU if it has one for that.
+
+    Args:
+        backend_config: like "cpu:gloo,cuda:nccl". Gloo serves all devices through the host: "cpu:gloo,cuda:gloo".
+        accelerator: the type of this machine's, if it has one.
+    """
+    backends = dict(entry.split(":", 1) for entry in backend_config.split(","))
+    if accelerator in backends and backends[accelerator] != backends.get("cpu"):
+        return accelerator
+    return "cpu" if "cpu" in backends else next(iter(backends))
+
+
+@functools.lru_cache(maxsize=1)
+def _accelerator() -> str | None:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type
 
 
 def everyone(group: ProcessGroup | None = None) -> ProcessGroup | None:

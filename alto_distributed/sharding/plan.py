@@ -6,11 +6,13 @@ or one sub-group, after the other), so there is one plan for each set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ..errors import MisfittingTensor
 from ..update.pieces import NO_RATIO, Span
 from . import dtensor
 from .agreement import describe_parameters, require_agreement, require_whole
@@ -19,10 +21,9 @@ from .norms import NormTable, SlotIndex
 
 
 class Entry:
-    """One tensor of a parameter group, with its layout and the slots of its segments."""
+    """The layout of one tensor of a parameter group, and the slots of its segments."""
 
-    def __init__(self, tensor: torch.Tensor, layout: ShardLayout, slots: Mapping[str, int]) -> None:
-        self.tensor = tensor
+    def __init__(self, layout: ShardLayout, slots: Mapping[str, int]) -> None:
         self.layout = layout
         self._slot_of = slots
         self._spans: dict[str, tuple[Span, ...]] = {}
@@ -72,18 +73,22 @@ class StepPlan:
             resolved.append(
                 [
                     # The position makes the name unique and the same on every rank.
-                    (tensor, layouts.get(tensor) or _own_layout(tensor, f"{g:04d}.{i:06d} {name}".rstrip()))
+                    (tensor, _layout_of(tensor, layouts, f"{g:04d}.{i:06d} {name}".rstrip()))
                     for i, (tensor, name) in enumerate(zip(group["params"], names, strict=True))
                 ]
             )
         self.labels = _labels(groups, resolved, layouts)
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
         self.norms = NormTable([*everything, *joined])
-        self.groups = [[Entry(p, layout, self.norms.slots) for p, layout in group] for group in resolved]
+        self.groups = [[Entry(layout, self.norms.slots) for _, layout in group] for group in resolved]
         self.group_slots = [
             SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
             for group in resolved
         ]
+
+    def when_outdated(self, groups: Sequence[Mapping[str, Any]], act: Callable[[], Any]) -> None:
+        """Call ``act`` when one of the tensors is gone. A plan does not keep them, for they may be large."""
+        self._watched = [weakref.ref(tensor, lambda _: act()) for group in groups for tensor in group["params"]]
 
     def require_agreement(self, common: Mapping[str, str]) -> None:
         """Raise, on all ranks, if those that sum norms together do not agree; see :mod:`.agreement`.
@@ -119,8 +124,18 @@ def _labels(
     return labels
 
 
-def _own_layout(tensor: torch.Tensor, name: str) -> ShardLayout:
-    """The layout of a tensor that nobody described: a DTensor knows its own, another is whole."""
+def check_length(tensor: torch.Tensor, layout: ShardLayout) -> None:
+    """Raise unless a layout is as long as its tensor, whose data may have been replaced since."""
+    if tensor.numel() != layout.numel:
+        raise MisfittingTensor(f"{layout!r} is of another length than its tensor of {tensor.numel()} elements")
+
+
+def _layout_of(tensor: torch.Tensor, layouts: Mapping[torch.Tensor, ShardLayout], name: str) -> ShardLayout:
+    """The layout that an engine gave; else a DTensor knows its own, and another tensor is whole."""
+    given = layouts.get(tensor)
+    if given is not None:
+        check_length(tensor, given)
+        return given
     if dtensor.is_dtensor(tensor):
         return dtensor.layout_of(tensor, name)
     return ShardLayout.whole(LogicalParameter(name, tuple(tensor.shape)), tensor.numel())

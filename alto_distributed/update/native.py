@@ -107,7 +107,7 @@ def phase_one(pieces: Sequence[Piece], sums: torch.Tensor) -> None:
     global _waiting
     prepared = _prepare(pieces)
     # The sums are added up here, so that sums of any precision and place in memory will do.
-    totals = torch.zeros(2, sums.shape[1], dtype=torch.float64)
+    totals = torch.zeros(2, sums.shape[1], dtype=torch.float64, device="cpu")
     if _call("alto_phase_one", prepared.spans, prepared.blocks, prepared.threads, totals[0], totals[1]):
         raise MemoryError("no memory for the sums of ALTO's blocks")
     sums += totals.to(sums.dtype)

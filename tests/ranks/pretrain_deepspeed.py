@@ -137,6 +137,25 @@ def assert_same(label, got, expected):
 
 
 @worlds(2)
+def case_the_device_is_set_before_the_first_collective():
+    """With NCCL the first all-gather ran on cuda:0 on every rank, and the run was dead."""
+    seen = []
+
+    def noting(what, function):
+        return lambda *args, **kwargs: (seen.append((what, *args[:1])), function(*args, **kwargs))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        accelerator = get_accelerator()
+        patch.setattr(accelerator, "set_device", noting("set_device", accelerator.set_device))
+        for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_object"):
+            patch.setattr(dist, name, noting("collective", getattr(dist, name)))
+        with engine_of(run_of()):
+            pass
+    assert seen[0] == ("set_device", dist.get_rank())
+    assert "collective" in {what for what, *_ in seen}
+
+
+@worlds(2)
 def case_repeats_and_resumes_bit_for_bit(directory):
     """With dropout. The second run also evaluates on its way, the third goes on from the first one's checkpoint."""
     for stage, precision in ((s, p) for s in STAGES for p in ("fp32", "bf16")):

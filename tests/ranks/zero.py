@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 import alto_distributed.deepspeed
-from alto_distributed import ALTO
+from alto_distributed import ALTO, param_groups
 from alto_distributed.deepspeed.build import split_bare_parameters
 from alto_distributed.deepspeed.layout import LayoutBuilder
 
@@ -453,27 +453,41 @@ def case_parameter_groups_are_kept_as_they_are():
             assert gap < 1e-6, (stage, gap)
 
 
-@worlds(2)
-def case_zero_init():
-    """Parameters born sharded hide their shape; the split into decayed and undecayed must not be fooled."""
+def born_sharded():
+    """A model made under zero.Init, and the same in plain tensors."""
     with deepspeed.zero.Init(config_dict_or_path=config({"stage": 3})):
         model = network()
-    start = {}
-    for name, p in trainable(model).items():
-        with deepspeed.zero.GatheredParameters([p]):
-            start[name] = p.detach().clone()
-    expected = network()
-    with torch.no_grad():
-        for name, p in trainable(expected).items():
-            p.copy_(start[name])
-        for p, q in zip(model.frozen.parameters(), expected.frozen.parameters(), strict=True):
-            with deepspeed.zero.GatheredParameters([p]):
-                q.copy_(p)
-    with running(model, config({"stage": 3})) as engine:
-        sizes = [g.get("weight_decay") for g in engine.basic_optimizer.param_groups]
-        assert sizes == [0.01, 0.0]
-        train(engine)
-        assert largest_gap(weights(engine), reference(make=lambda: expected)) < 1e-6
+    whole = network()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p]), torch.no_grad():
+            q.copy_(p)
+    assert {p.ndim for p in model.parameters()} == {1}
+    return model, whole
+
+
+@worlds(2)
+def case_zero_init():
+    """Parameters born sharded hide their shape; the split into decayed and undecayed must not be fooled.
+
+    ``param_groups`` once was: all parameters went undecayed and without the ratio.
+    """
+    without = config({"stage": 3})
+    del without["optimizer"]
+    doors = {
+        "JSON": lambda model: (config({"stage": 3}), {}),
+        "groups": lambda model: (config({"stage": 3}), {"model_parameters": param_groups(model)}),
+        "client": lambda model: (without, {"optimizer": ALTO(param_groups(model), **PARAMS)}),
+        "callable": lambda model: (without, {"optimizer": lambda _: ALTO(param_groups(model), **PARAMS)}),
+    }
+    for door, arguments in doors.items():
+        model, expected = born_sharded()
+        ds_config, options = arguments(model)
+        with running(model, ds_config, **options) as engine:
+            decays = [g["weight_decay"] for g in engine.basic_optimizer.param_groups]
+            assert decays == [0.01, 0.0], (door, decays)
+            train(engine)
+            gap = largest_gap(weights(engine), reference(make=lambda whole=expected: whole))
+            assert gap < 1e-6, (door, gap)
 
 
 @worlds(2)

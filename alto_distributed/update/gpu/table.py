@@ -114,8 +114,8 @@ def _launch(dtypes: Dtypes, rows: list[list[int]], device: torch.device) -> Laun
     return Launch(
         dtypes=dtypes,
         programs=len(rows),
-        chunks=torch.tensor(rows, dtype=torch.int64).view(-1, CHUNK_COLUMNS).to(device),
-        totals=torch.tensor(totals, dtype=torch.int64).view(-1, TOTAL_COLUMNS).to(device),
+        chunks=torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, CHUNK_COLUMNS).to(device),
+        totals=torch.tensor(totals, dtype=torch.int64, device="cpu").view(-1, TOTAL_COLUMNS).to(device),
         arrivals=torch.zeros(len(totals), dtype=torch.int32, device=device),
         partials=torch.zeros(2, len(rows), dtype=torch.float64, device=device),
     )

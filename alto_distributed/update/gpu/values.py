@@ -46,7 +46,9 @@ class Values:
         words = torch.cat(
             [
                 _words_of_pieces(pieces, [rows[id(piece.coefficients)] for piece in pieces]),
-                torch.tensor([_numbers(c) for c in distinct], dtype=torch.float64).view(-1).view(torch.int64),
+                torch.tensor([_numbers(c) for c in distinct], dtype=torch.float64, device="cpu")
+                .view(-1)
+                .view(torch.int64),
             ]
         )
         self._send(words)
@@ -132,4 +134,4 @@ def _words_of_pieces(pieces: Sequence[Piece], rows: Sequence[int]) -> torch.Tens
         ]
         aligned = not any(address % ALIGNMENT for address in addresses)
         words += [*addresses, int(aligned), piece.seed & 0xFFFFFFFF, row]
-    return torch.tensor(words, dtype=torch.int64)
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
