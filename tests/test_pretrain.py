@@ -1,7 +1,9 @@
 """Settings of the training program, what they come to, and the launch scripts' dry runs."""
 
+import contextlib
 import itertools
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -127,6 +129,74 @@ def test_a_run_that_ends_while_it_rewrites_its_log_loses_nothing(tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         logs.Log(tmp_path, 4, 9, tensorboard=False, speaks=True)
     assert [record["step"] for record in logs.read(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+@contextlib.contextmanager
+def no_more_than(size):
+    """Files of this process do not grow beyond ``size`` bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_does_not_end_a_run_at_the_next_log_line(tmp_path):
+    """It did, and a part of a line was left behind, which no later run could read."""
+    with logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True) as log:
+        for step in range(1, 3):
+            log.record(step, {"loss": float(step), "grad_norm": 0.1})
+        sizes = {name: (tmp_path / name).stat().st_size for name in ("metrics.jsonl", "metrics.csv")}
+        with no_more_than(min(sizes.values()) + 7), pytest.warns(UserWarning, match="training goes on") as warned:
+            log.record(3, {"loss": 3.0, "grad_norm": 0.1})
+            log.record(4, {"loss": 4.0, "grad_norm": 0.1})
+            log.say("a line")
+            log.progress(4.0)
+        assert len(warned) == 1
+        assert {name: (tmp_path / name).stat().st_size for name in sizes} == sizes
+        log.record(5, {"loss": 5.0, "grad_norm": 0.1})  # there is space again
+    assert [record["step"] for record in logs.read(tmp_path)] == [1, 2, 5]
+    assert [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()] == [
+        "step", "1", "2", "5",
+    ]  # fmt: skip
+
+
+def test_a_run_begins_and_goes_on_with_a_full_disk(tmp_path):
+    with no_more_than(0), pytest.warns(UserWarning, match="the records of this run cannot be written"):
+        log = logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True)
+        log.record(1, {"loss": 1.0})
+    log.record(2, {"loss": 2.0})
+    log.__exit__(None, None, None)
+    assert [record["step"] for record in logs.read(tmp_path)] == [2]
+    with no_more_than(3), pytest.warns(UserWarning, match="the records of this run cannot be written"):
+        log = logs.Log(tmp_path, 2, 9, tensorboard=False, speaks=True)
+    assert [record["step"] for record in logs.read(tmp_path)] == [2]  # what it had
+    log.record(3, {"loss": 3.0})
+    assert [record["step"] for record in logs.read(tmp_path)] == [2, 3]
+
+
+def test_tensorboard_goes_on_after_a_full_disk(tmp_path):
+    """Its writer does not live through one."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with logs.Log(tmp_path, 0, 9, tensorboard=True, speaks=True) as log:
+        with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="training goes on"):
+            patch.setattr(SummaryWriter, "add_scalar", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            log.record(1, {"loss": 1.0})
+        log.record(2, {"loss": 2.0})
+    assert [record["step"] for record in logs.read(tmp_path)] == [1, 2]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run(tmp_path, monkeypatch):
+    with pytest.warns(UserWarning, match="messages of this run cannot be written"), open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        log = logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True)
+        log.say("a line")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 # -- launch scripts ----------------------------------------------------------------------------------------

@@ -173,10 +173,15 @@ SECRETS = dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """Runs that nothing happened to, by engine, and what they printed. Started by mpirun, the others by torchrun."""
+    """Runs that nothing happened to, by engine, and what they printed. Started by mpirun, the others by torchrun.
+
+    Their directory is given in a roundabout way: with such a one, no checkpoint could be saved.
+    """
     folder, said = tmp_path_factory.mktemp("whole"), {}
+    (folder / "aside").mkdir()
     for engine in ENTRIES:
-        said[engine] = run([*mpirun(2), *arguments(engine, data, folder / engine)], **MPI_AS_ROOT, **SECRETS)
+        into = folder / "aside" / ".." / engine
+        said[engine] = run([*mpirun(2), *arguments(engine, data, into)], **MPI_AS_ROOT, **SECRETS)
     return folder, said
 
 

@@ -29,7 +29,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .. import state as states
 from ..optimizer import ALTO, GRAD_EMA_BETA1
+from ..safe_load import more_than_data, only_data
 from .build import OPTIMIZERS
+from .data_classes import CLASSES
 from .wrap import wrap_method
 
 CONVERTER = "python -m alto_distributed.deepspeed.universal INPUT OUTPUT"
@@ -182,7 +184,11 @@ def _saved_globals(zero: Path) -> dict[str, Any]:
     path = zero / "optimizer_state.pt"
     if not path.is_file():
         raise ValueError(f'{zero.parent} is not a universal checkpoint: make one with "{CONVERTER}"')
-    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    with only_data(CLASSES):
+        problem = more_than_data(path)
+        if problem:
+            raise ValueError(f"{zero.parent} was not loaded, for it holds more than data: {problem}")
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return saved
 
 

@@ -15,20 +15,16 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from ..pretrain import manifest, optimizers
 from ..pretrain.config import Run
-from ..pretrain.trust import only_data, refuse_code
+from ..pretrain.trust import refuse_code
 from ..pretrain.writing import describe, failing_late, replaced, wrote
+from ..safe_load import only_data
 from . import universal
+from .data_classes import CLASSES
 
 _TAG, _UNIVERSAL, _ABOUT = "saved", "universal", "saved_by.json"
-
-#: What DeepSpeed pickles beside tensors and containers: classes that only hold values.
-_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 
 
 def save(engine: Any, run: Run, directory: Path) -> None:
@@ -72,17 +68,17 @@ def load(engine: Any, run: Run, directory: Path) -> None:
     """
     now = _about(engine, run)
     saved = on_rank_0(engine, lambda: _read(directory, now))
-    refuse_code(directory, (directory / _TAG).glob("*.pt"), _CLASSES)
+    refuse_code(directory, (directory / _TAG).glob("*.pt"), CLASSES)
     names = optimizers.arguments(run)
     own = [{key: group[key] for key in group if key in names} for group in engine.basic_optimizer.param_groups]
     tag = _TAG
     if saved["ranks"] != now["ranks"] and now["zero_stage"] > 0:
-        with only_data(_CLASSES):
+        with only_data(CLASSES):
             on_rank_0(engine, lambda: _convert(directory, run))
         tag = _UNIVERSAL
     engine._config.load_universal_checkpoint = tag == _UNIVERSAL
     try:
-        with only_data(_CLASSES):
+        with only_data(CLASSES):
             loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
     finally:
         engine._config.load_universal_checkpoint = False

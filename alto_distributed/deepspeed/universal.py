@@ -12,9 +12,10 @@ itself would write the same files.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,20 @@ from deepspeed.checkpoint.constants import (
 )
 
 from .. import state as states
+from ..safe_load import more_than_data, only_data
+from .data_classes import CLASSES
 
 _MOMENTS = (states.EXP_AVG, states.EXP_AVG_SQ)
 
 
 def convert(
-    source: str | Path, target: str | Path, *, adopt: bool = False, extract_workers: int = 1, merge_workers: int = 1
+    source: str | Path,
+    target: str | Path,
+    *,
+    adopt: bool = False,
+    extract_workers: int = 1,
+    merge_workers: int = 1,
+    allowed: Sequence[Any] = (),
 ) -> None:
     """Convert the checkpoint in ``source`` (the folder of one tag) to a universal one in ``target``.
 
@@ -46,11 +55,28 @@ def convert(
             zero, and the hyperparameters will be those of the run that loads it.
         extract_workers: processes that read the shards.
         merge_workers: processes that put parameters together; each needs the memory of a whole parameter.
+        allowed: classes and functions that the checkpoint may use besides those of DeepSpeed's own checkpoints. A
+            pickle can call them with any arguments.
 
     Raises:
-        ValueError: the checkpoint lacks a state, or cannot be converted.
+        ValueError: the checkpoint lacks a state, holds more than data, or cannot be converted.
     """
     source, target = Path(source).absolute(), Path(target).absolute()
+    with only_data((*CLASSES, *allowed)):
+        _refuse_code(source)
+        _convert(source, target, adopt, extract_workers, merge_workers)
+
+
+def _refuse_code(source: Path) -> None:
+    problems = [problem for path in sorted(source.glob("*.pt")) if (problem := more_than_data(path))]
+    if problems:
+        raise ValueError(
+            f"{source} was not converted, for it holds more than data: {'; '.join(problems)}. Loading it would run "
+            "code that it names. If you trust where it came from, name each of these after --allow"
+        )
+
+
+def _convert(source: Path, target: Path, adopt: bool, extract_workers: int, merge_workers: int) -> None:
     has_average = _check(source, target, adopt)
     target.mkdir(parents=True, exist_ok=True)
 
@@ -89,7 +115,7 @@ def _optimizer_files(folder: Path) -> list[Path]:
 
 
 def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _base_optimizer(saved: Mapping[str, Any]) -> Any:
@@ -205,6 +231,14 @@ def _check_complete(zero: Path) -> None:
             )
 
 
+def _named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--allow {name}: there is no such class or function here ({error})") from None
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m alto_distributed.deepspeed.universal",
@@ -220,6 +254,13 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="take over a checkpoint of LAMB or Adam: weights, moments and step count stay, grad_ema starts from zero",
     )
+    parser.add_argument(
+        "--allow",
+        nargs="+",
+        default=[],
+        metavar="MODULE.NAME",
+        help="classes and functions that the checkpoint may use besides DeepSpeed's own, as the refusal names them",
+    )
     parser.add_argument("--num_extract_workers", type=int, default=4, help="processes that read shards")
     parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that put parameters together")
     options = parser.parse_args(arguments)
@@ -230,6 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
             adopt=options.adopt,
             extract_workers=options.num_extract_workers,
             merge_workers=options.num_merge_workers,
+            allowed=[_named(name) for name in options.allow],
         )
     except ValueError as problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..pretrain.trust import only_data, refuse_code
+from ..pretrain.trust import refuse_code
 from ..pretrain.writing import failing_late, replaced, shape_of, wrote
+from ..safe_load import only_data
 
 
 def save(state: dict[str, Any], directory: Path, metadata: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ class Checkpoints:
 
     def _read_back(self, beside: Path, written: Mapping[str, Written]) -> dict[str, Entry]:
         """Checksums of all files, each taken by the rank that wrote it, from what it finds on the disk."""
-        here = beside.absolute()
+        here = beside.resolve()
         everyones: dict[str, Written] = {}
         for record in on_every_rank(lambda: {str(Path(name).relative_to(here)): w for name, w in written.items()}):
             everyones.update(record)

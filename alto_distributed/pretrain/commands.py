@@ -106,8 +106,12 @@ def _pretrain(options: argparse.Namespace) -> None:
             raise
         _end_alone(run, directory, reason)
     if steps == run.training.iterations and int(os.environ["RANK"]) == 0:
-        text, drawing = report.write([directory], directory)
-        print(f"{text}\n\nfigure: {drawing}")
+        try:
+            text, drawing = report.write([directory], directory)
+        except (OSError, ValueError) as error:  # the run itself is done, and saved
+            print(f"there is no report of {directory}: {error}", file=sys.stderr)
+        else:
+            print(f"{text}\n\nfigure: {drawing}")
 
 
 def _end_alone(run: Run, directory: Path, reason: str) -> NoReturn:

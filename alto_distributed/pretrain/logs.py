@@ -2,14 +2,21 @@
 
 A record has a ``step`` (optimizer steps done) and numbers by name. Records of steps that a resumed run is
 about to repeat are dropped first, so that a log has every step once.
+
+Logging never ends a run. What cannot be written, on a full disk say, is left out, and one warning says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
+import io
 import json
+import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,65 +43,138 @@ class Log:
 
     def __init__(self, directory: Path, start: int, total: int, tensorboard: bool, speaks: bool) -> None:
         self.speaks = speaks
-        if not speaks:
-            return
-        from tqdm import tqdm
-
-        directory.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read(directory) if record["step"] <= start] if start else []
-        # Written beside and renamed: a run that is killed here must not lose the records it had.
-        beside = directory / f".{RECORDS}"
-        beside.write_text("".join(_line(record) for record in kept))
-        beside.replace(directory / RECORDS)
-        self._records = (directory / RECORDS).open("a")
-        self._table = (directory / "metrics.csv").open("w", newline="")
-        self._rows = csv.DictWriter(self._table, COLUMNS, extrasaction="ignore")
-        self._rows.writeheader()
-        self._rows.writerows(kept)
+        self._directory, self._start, self._tensorboard = directory, start, tensorboard
+        self._sinks: list[Callable[[int, Mapping[str, Any]], None]] | None = None
         self._events: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self._bar: Any = None
+        self._warned: set[str] = set()
+        if speaks:
+            from tqdm import tqdm
 
-            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
-        self._bar = tqdm(total=total, initial=start, unit="step", file=sys.stderr, disable=None, dynamic_ncols=True)
+            self._attempt("the records", self._open)
+            self._bar = tqdm(total=total, initial=start, unit="step", file=sys.stderr, disable=None, dynamic_ncols=True)
+
+    def _open(self) -> list[Callable[[int, Mapping[str, Any]], None]]:
+        """What writes records, opened on first use: the disk may have been full when the run began."""
+        if self._sinks is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            kept = [record for record in read(self._directory) if record["step"] <= self._start] if self._start else []
+            lines = _Lines(self._directory / RECORDS, map(_line, kept))
+            table = _Lines(self._directory / "metrics.csv", (_row(record) for record in ({}, *kept)))
+            self._sinks = [
+                lambda step, values: lines.append(_line({"step": step, **values})),
+                lambda step, values: table.append(_row({"step": step, **values})),
+            ]
+            if self._tensorboard:
+                self._sinks.append(self._write_events)
+        return self._sinks
 
     def __enter__(self) -> Log:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if self.speaks:
-            for opened in (self._records, self._table, self._bar, self._events):
-                if opened is not None:
-                    opened.close()
+        for opened in (self._bar, self._events):
+            if opened is not None:
+                self._attempt("the last records", opened.close)
 
     def progress(self, loss: float) -> None:
         """One step is done."""
         if self.speaks:
-            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            self._bar.update()
+            self._attempt("the progress bar", lambda: self._advance(loss))
+
+    def _advance(self, loss: float) -> None:
+        self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        self._bar.update()
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         """Write down what is known after ``step`` steps."""
         if self.speaks:
-            self._write({"step": step, **values})
-            if self._events is not None:
-                for name, value in values.items():
-                    if isinstance(value, (int, float)):
-                        self._events.add_scalar(name, value, step)
+            for sink in self._attempt("the records", self._open) or ():
+                self._attempt("the records", functools.partial(sink, step, values))
 
     def say(self, line: str) -> None:
         """A line for whoever watches, above the progress bar."""
         if self.speaks:
-            from tqdm import tqdm
+            self._attempt("messages", lambda: _say(line))
 
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+    def _write_events(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._records.write(_line(record))
-        self._records.flush()
-        self._rows.writerow(record)
-        self._table.flush()
+            self._events = SummaryWriter(str(self._directory / "tensorboard"), purge_step=self._start + 1)
+        try:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._events.add_scalar(name, value, step)
+        except OSError:
+            self._events = None  # it has ended; the next record begins another file
+            raise
+
+    def _attempt(self, what: str, write: Callable[[], Any]) -> Any:
+        """What ``write`` returns; None, and a warning the first time, if the disk or the terminal refuses."""
+        try:
+            return write()
+        except OSError as error:
+            if what not in self._warned:
+                self._warned.add(what)
+                with contextlib.suppress(OSError):
+                    warnings.warn(
+                        f"{what} of this run cannot be written ({error}); training goes on, and later ones are tried "
+                        "again",
+                        stacklevel=3,
+                    )
+            return None
+
+
+class _Lines:
+    """A file of whole lines: the first ones are put there at once, and a line that does not fit leaves no part behind.
+
+    Args:
+        path: of the file. What it had is replaced, by a rename: a run that is killed here must not lose it.
+        first: the lines to begin with.
+    """
+
+    def __init__(self, path: Path, first: Iterable[str]) -> None:
+        self._path = path
+        beside = path.with_name(f".{path.name}")
+        try:
+            beside.write_text("".join(first))
+            beside.replace(path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+
+    def append(self, line: str) -> None:
+        data = line.encode()
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            before = os.fstat(file).st_size
+            try:
+                while data:
+                    data = data[os.write(file, data) :]
+            except OSError:
+                os.ftruncate(file, before)
+                raise
+        finally:
+            os.close(file)
+
+
+def _say(line: str) -> None:
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def _row(record: Mapping[str, Any]) -> str:
+    """A line of metrics.csv; for an empty record the names of the columns."""
+    text = io.StringIO()
+    rows = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+    if record:
+        rows.writerow(record)
+    else:
+        rows.writeheader()
+    return text.getvalue()
 
 
 def _line(record: Mapping[str, Any]) -> str:

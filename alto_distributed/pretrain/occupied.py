@@ -6,6 +6,7 @@ would delete each other's unfinished checkpoints and mix their records.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -46,8 +47,10 @@ def occupy(directory: Path, patience: float = PATIENCE) -> None:
     except BaseException:
         os.close(file)
         raise
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}\n".encode(), 0)
+    owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}\n"
+    with contextlib.suppress(OSError):  # on a full disk the lock holds all the same
+        os.ftruncate(file, 0)
+        os.pwrite(file, owner.encode(), 0)
     _open[path] = file
 
 

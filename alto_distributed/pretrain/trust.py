@@ -1,44 +1,27 @@
 """Nothing in a checkpoint may run as code.
 
-``torch.save`` writes pickles, and a pickle can name any function and have it called. Checksums do not help: whoever
-can write a file can write a manifest. So before a framework loads a file, torch's restricted unpickler reads it, which
-knows tensors, containers and the classes named here and calls nothing else; and while the framework loads it, its
+Checksums do not help: whoever can write a file can write a manifest. So before a framework loads a file, torch's
+restricted unpickler reads it (:mod:`alto_distributed.safe_load`); and while the framework loads it, its
 ``torch.load(weights_only=False)`` is made to be ``weights_only=True``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
-import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..safe_load import more_than_data, only_data
 from ..torch_version import OLDEST_THAT_LOADS_SAFELY, check_torch
 from .together import on_every_rank
 
 check_torch(str(torch.__version__), OLDEST_THAT_LOADS_SAFELY, "the pretraining program")
-
-_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-
-
-@contextlib.contextmanager
-def only_data(classes: Sequence[type]) -> Iterator[None]:
-    """Every ``torch.load`` in here takes tensors, containers and these classes, and refuses the rest."""
-    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-    os.environ[_FORCE] = "1"
-    try:
-        with torch.serialization.safe_globals(list(classes)):
-            yield
-    finally:
-        del os.environ[_FORCE]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def refuse_code(directory: Path, files: Iterable[Path], classes: Sequence[type]) -> None:
@@ -54,7 +37,7 @@ def refuse_code(directory: Path, files: Iterable[Path], classes: Sequence[type])
     """
     share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     with only_data(classes):
-        found = on_every_rank(lambda: [problem for path in share for problem in _problems(path)])
+        found = on_every_rank(lambda: [problem for path in share if (problem := _problem(path))])
     problems = [problem for of_rank in found for problem in of_rank]
     if problems:
         raise ValueError(
@@ -63,25 +46,16 @@ def refuse_code(directory: Path, files: Iterable[Path], classes: Sequence[type])
         )
 
 
-def _problems(path: Path) -> Iterator[str]:
+def _problem(path: Path) -> str | None:
+    if path.name != ".metadata":
+        return more_than_data(path)
     try:
-        if path.name == ".metadata":
-            _MetadataUnpickler(path).load()
-        else:
-            # On the meta device no tensor is read, only what says which tensors there are.
-            torch.load(path, map_location="meta", weights_only=True)
+        _MetadataUnpickler(path).load()
     except OSError:
         raise
     except Exception as error:
-        yield f"{path.name} ({_names(path) or str(error).strip().partition(chr(10))[0]})"
-
-
-def _names(path: Path) -> str:
-    """The functions and classes that it asks for."""
-    try:
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-    except Exception:  # it may not even be a file of torch.save
-        return ""
+        return f"{path.name} ({str(error).strip().partition(chr(10))[0]})"
+    return None
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -29,7 +29,7 @@ _record: dict[str, Written] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Written]]:
-    """A record, by absolute path, of what :func:`wrote` is told meanwhile in this process."""
+    """A record, by resolved path, of what :func:`wrote` is told meanwhile in this process."""
     global _record
     _record = {}
     try:
@@ -41,7 +41,7 @@ def recording() -> Iterator[dict[str, Written]]:
 def wrote(path: str | Path, states: Mapping[str, str], rank: int | None = None) -> None:
     """Note what was written into a file, by this rank if none is named. Nothing happens if nobody records."""
     if _record is not None:
-        _record[os.path.abspath(path)] = Written(dist.get_rank() if rank is None else rank, states)
+        _record[os.path.realpath(path)] = Written(dist.get_rank() if rank is None else rank, states)
 
 
 def describe(value: Any, where: str = "") -> dict[str, str]:

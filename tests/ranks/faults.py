@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alto_distributed.deepspeed import pretrain_checkpoint
+from alto_distributed.deepspeed.data_classes import CLASSES
 from alto_distributed.pretrain import loop, manifest
 from alto_distributed.pretrain.checkpoints import Checkpoints
-from alto_distributed.pretrain.trust import only_data
+from alto_distributed.safe_load import only_data
 
 from ..launcher import worlds
 from . import damage, skips
@@ -69,7 +69,7 @@ def case_crafted_files_are_refused_and_do_not_run(directory):
         # Even if nobody had looked before: DeepSpeed's torch.load(weights_only=False) is not let.
         trace = directory / "ran in DeepSpeed"
         damage.once(lambda: damage.poison_torch(path / MODEL, damage.Payload(trace)))
-        with only_data(pretrain_checkpoint._CLASSES), pytest.raises(Exception, match="mkdir"):
+        with only_data(CLASSES), pytest.raises(Exception, match="mkdir"):
             engine._engine.load_checkpoint(str(path), tag="saved")
         assert not trace.exists()
         dist.barrier()

@@ -4,7 +4,9 @@ What worlds 2 and 4 save here is also converted, for tests/ranks/zero_universal.
 """
 
 import contextlib
+import fractions
 import io
+import shutil
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from alto_distributed import ALTO
+from alto_distributed.deepspeed import universal
 from alto_distributed.deepspeed.universal import convert
 
 from ..launcher import some, worlds
+from . import damage
 from .zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
 
 BEFORE, AFTER = 3, 3
@@ -326,6 +330,34 @@ def case_what_cannot_be_converted_or_loaded_is_refused(directory):
             with pytest.raises(ValueError, match=message):
                 engine.load_checkpoint(folder, tag=tag)
             assert_same(message, weights(engine), before)
+
+
+@worlds(2)
+def case_the_converter_does_not_run_what_a_file_names(directory):
+    """A pickle may call any function. The converter loaded them all, and its workers did too."""
+    saved = place(directory, "stage 1") / "saved"
+
+    def attempt():
+        trace = directory / "ran in the converter"
+        for crafted in ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"):
+            source, target = directory / f"crafted {crafted}", directory / "crafted universal"
+            shutil.copytree(saved, source)
+            content = torch.load(source / crafted, weights_only=False)
+            torch.save({**content, "more": damage.Payload(trace)}, source / crafted)
+            with pytest.raises(ValueError, match=f"holds more than data: {crafted} \\(.*mkdir"):
+                convert(source, target, extract_workers=2, merge_workers=2)
+            assert not target.exists()
+            assert not trace.exists()
+        content["more"] = fractions.Fraction(1, 2)
+        torch.save(content, source / crafted)
+        with pytest.raises(ValueError, match="fractions.Fraction.*name each of these after --allow"):
+            convert(source, target)
+        universal.main([str(source), str(target), "--allow", "fractions.Fraction"])
+        assert (target / "zero" / "optimizer_state.pt").exists()
+        with pytest.raises(SystemExit):
+            universal.main([str(source), str(directory / "nowhere"), "--allow", "fractions.Fractions"])
+
+    on_rank_0(attempt)
 
 
 @worlds(2)
