@@ -1,12 +1,16 @@
 """The versions that are supported: pyproject.toml, README.md and the code say the same, and others are refused."""
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from alto_distributed.errors import UnsupportedVersion
 from alto_distributed.torch_version import OLDEST, OLDEST_THAT_LOADS_SAFELY, check_torch
@@ -45,6 +49,37 @@ def test_code_packaging_and_readme_name_the_same_versions():
         assert extras[re.split("-core|==", requirement)[0]] == [requirement]
         assert requirement in extras["dev"]
         assert requirement in pins
+
+
+def test_the_pins_fit_the_torch_that_a_plain_machine_gets(tmp_path):
+    """PyPI's torch for Linux, with CUDA, requires one version of triton, and ours was another: pip gave up.
+
+    pip asks the index for the requirements of that build, a few KB, as it does without any settings of its own.
+    """
+    pins = {pin.name: pin for pin in map(Requirement, constraints())}
+    command = [sys.executable, "-m", "pip", "install", "--isolated", "--dry-run", "--ignore-installed", "--no-deps"]
+    command += ["--quiet", "--disable-pip-version-check", "--report", str(tmp_path / "report.json"), str(pins["torch"])]
+    bare = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"pip cannot ask an index here: {done.stderr.strip()[-300:]}")
+    (found,) = json.loads((tmp_path / "report.json").read_text())["install"]
+    required = [Requirement(line) for line in found["metadata"]["requires_dist"]]
+    required = [r for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
+    if sys.platform == "linux":
+        assert "triton" in {r.name for r in required}, "this is not the build that users get"
+    for requirement in required:
+        for pin in (
+            pin for name, pin in pins.items() if canonicalize_name(name) == canonicalize_name(requirement.name)
+        ):
+            (version,) = (exact.version for exact in pin.specifier)
+            assert requirement.specifier.contains(version, prereleases=True), f"torch requires {requirement}"
+
+
+def constraints():
+    """The lines of constraints.txt that pin something."""
+    lines = (REPO / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "2.0.0+cu118", "1.13.1", "0.4", "unknown"])
