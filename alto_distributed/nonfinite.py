@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .sharding.collective import everyone, reduce_on_group_device
+from .sharding.collective import everyone, home_of, reduce_on_group_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+CPU = torch.device("cpu")
 
 
 class SkippedSteps:
@@ -48,9 +50,10 @@ class SkippedSteps:
 
     def flag(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         """1.0 if any element on any rank is not finite, else 0.0; on the device where the ranks exchange numbers."""
-        flag = flag_of(gradients)
         group = everyone(self.group)
-        return flag if group is None else reduce_on_group_device(flag, group, "MAX")
+        if group is None:
+            return flag_of(gradients)
+        return reduce_on_group_device(flag_of(gradients, home_of(group)), group, "MAX")
 
     @staticmethod
     def is_readable(flag: torch.Tensor) -> bool:
@@ -98,11 +101,15 @@ class SkippedSteps:
         return self._in_a_row
 
 
-def flag_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU) -> torch.Tensor:
     """[1.0] if any element is not finite, else [0.0], on an accelerator if one of the tensors is there.
 
     The largest magnitude is NaN or infinite if and only if an element is; unlike a sum it cannot overflow, and
     it needs no memory of the tensor's size.
+
+    Args:
+        gradients: what to look at.
+        home: where the flag is made if there is no element at all.
     """
     largest: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -112,7 +119,7 @@ def flag_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     flags = [torch.stack(norms).isfinite().all().logical_not().float().view(1) for norms in largest.values()]
     flags.sort(key=lambda flag: flag.device.type == "cpu")
     if not flags:
-        return torch.zeros(1, dtype=torch.float32, device="cpu")
+        return torch.zeros(1, dtype=torch.float32, device=home)
     whole = flags[0]
     for flag in flags[1:]:
         whole = torch.maximum(whole, flag.to(whole.device))

@@ -48,6 +48,11 @@ def device_for(device: torch.device, group: ProcessGroup) -> torch.device:
     return bound if bound is not None and bound.type == device_type else torch.device(device_type)
 
 
+def home_of(group: ProcessGroup) -> torch.device:
+    """The device on which a rank makes what it has to exchange with ``group``, if it has no tensors of its own."""
+    return device_for(torch.device("cpu"), group)
+
+
 @functools.lru_cache
 def _device_type(backend_config: str, accelerator: str | None) -> str:
     """Of the accelerator if the group has a backend of its own for it; else of the CPU if it has one for that.

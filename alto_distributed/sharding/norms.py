@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .collective import all_reduce as _all_reduce
+from .collective import home_of
 from .layout import LogicalParameter
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class NormTable:
         for group, slots in self._reductions:
             yield group, [self.parameters[slot] for slot in slots]
 
+    def _home(self) -> torch.device:
+        """Where a rank without tensors makes its table: not on the host if that would have to be copied each step."""
+        return home_of(self._reductions[0][0]) if self._reductions else torch.device("cpu")
+
     @property
     def collectives(self) -> int:
         """All-reduces that :meth:`complete` runs."""
@@ -85,7 +90,7 @@ class NormTable:
 
     def complete(self, partial: Mapping[torch.device, torch.Tensor], rows: int = 2) -> torch.Tensor:
         """The sums over this rank's devices (it may have none) and over every process group."""
-        tables = list(partial.values()) or [self.zeros(torch.device("cpu"), rows)]
+        tables = list(partial.values()) or [self.zeros(self._home(), rows)]
         # An accelerator, if there is one, receives the others' few bytes rather than waiting for the host.
         tables.sort(key=lambda table: table.device.type == "cpu")
         sums = tables[0]
