@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .config import Hyperparameters
+from .sharding.norms import sums_dtype
 from .sharding.plan import StepPlan
 from .update.reference import trust_ratio
 
@@ -43,7 +44,8 @@ def complete(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ratio of each slot, and lr times that, from this rank's sums. A slot that nobody summed has ratio 1."""
     if all(hyper.layerwise == "none" for hyper in hypers):
-        ones = torch.ones(len(plan.norms.slots), dtype=torch.float64, device="cpu")
+        device = next(iter(partial), torch.device("cpu"))
+        ones = torch.ones(len(plan.norms.slots), dtype=sums_dtype(device), device=device)
         return ones, ones
     sums = plan.norms.complete(partial)
     theta_norm, r_norm = sums.sqrt()

@@ -165,6 +165,9 @@ def _main(modules, world, directory):
     """Fork the ranks, and hold the store in which they meet until they have ended."""
     import torch.distributed as dist
 
+    from . import devices
+
+    devices.install()
     for module in modules.split(","):
         importlib.import_module(module)
     if "deepspeed" in sys.modules:
@@ -215,7 +218,9 @@ def _rank_main(module, directory):
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    from . import devices
+
+    devices.connect()
     rank, world = dist.get_rank(), dist.get_world_size()
     with _notes(directory, module, world, rank).open("w") as notes:
         for home, name in cases_of(module, world):

@@ -10,6 +10,9 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+#: Backends that add float64. Sums travel as float32 with any other.
+FLOAT64_BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "fake", "threaded"}
+
 
 def all_reduce(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> torch.Tensor:
     """The sum (or "MAX") of ``table`` over ``group``, back on the table's device.
@@ -25,8 +28,30 @@ def reduce_on_group_device(table: torch.Tensor, group: ProcessGroup, op: str = "
     import torch.distributed as dist
 
     there = table.to(device_for(table.device, group))
-    dist.all_reduce(there, op=getattr(dist.ReduceOp, op), group=group)
-    return there
+    narrow = there.dtype == torch.float64 and not adds_float64(group, there.device)
+    sent = there.float() if narrow else there
+    dist.all_reduce(sent, op=getattr(dist.ReduceOp, op), group=group)
+    return sent.double() if narrow else sent
+
+
+def adds_float64(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` has a float64 all-reduce for a device. Those of Ascend, Gaudi and others have none.
+
+    It follows from the name of the backend, so that all ranks give the same answer.
+    """
+    import torch.distributed as dist
+
+    return _backends(dist.get_backend_config(group)).get(device.type) in FLOAT64_BACKENDS
+
+
+def gathered_sum(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """The exact sum of whole numbers over ``group``, with any backend: they travel as bytes. ``counts`` is int64."""
+    import torch.distributed as dist
+
+    sent = counts.contiguous().view(torch.uint8).to(home_of(group))
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(received, sent, group=group)
+    return torch.stack([piece.to(counts.device).view(torch.int64) for piece in received]).sum(0)
 
 
 def device_for(device: torch.device, group: ProcessGroup) -> torch.device:
@@ -61,10 +86,16 @@ def _device_type(backend_config: str, accelerator: str | None) -> str:
         backend_config: like "cpu:gloo,cuda:nccl". Gloo serves all devices through the host: "cpu:gloo,cuda:gloo".
         accelerator: the type of this machine's, if it has one.
     """
-    backends = dict(entry.split(":", 1) for entry in backend_config.split(","))
+    backends = _backends(backend_config)
     if accelerator in backends and backends[accelerator] != backends.get("cpu"):
         return accelerator
     return "cpu" if "cpu" in backends else next(iter(backends))
+
+
+@functools.lru_cache
+def _backends(backend_config: str) -> dict[str, str]:
+    """Device type -> backend."""
+    return dict(entry.split(":", 1) for entry in backend_config.split(","))
 
 
 @functools.lru_cache(maxsize=1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .collective import all_reduce as _all_reduce
-from .collective import home_of
+from .collective import gathered_sum, home_of
 from .layout import LogicalParameter
 
 if TYPE_CHECKING:
@@ -87,6 +87,13 @@ class NormTable:
     def collectives(self) -> int:
         """All-reduces that :meth:`complete` runs."""
         return len(self._reductions)
+
+    def total(self, counts: torch.Tensor) -> torch.Tensor:
+        """Whole numbers, one a slot, added up exactly over the same groups. Not for a step: it waits."""
+        for group, slots in self._reductions:
+            index = slots.on(counts.device)
+            counts[index] = gathered_sum(counts[index], group)
+        return counts
 
     def complete(self, partial: Mapping[torch.device, torch.Tensor], rows: int = 2) -> torch.Tensor:
         """The sums over this rank's devices (it may have none) and over every process group."""

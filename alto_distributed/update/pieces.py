@@ -45,9 +45,11 @@ class Coefficients:
     def at_step(cls, hyper: Hyperparameters, k: int) -> Coefficients:
         """The numbers of step k = 1, 2, ..."""
         beta1, beta2, beta3 = hyper.betas
+        # A number on the host is read here, for nothing. Kernels would copy it to the device, once a piece.
+        on_host = isinstance(hyper.lr, torch.Tensor) and hyper.lr.device.type == "cpu"
         corrected = hyper.bias_correction
         return cls(
-            lr=hyper.lr,
+            lr=float(hyper.lr) if on_host else hyper.lr,
             alpha=hyper.alpha,
             beta1=beta1,
             beta2=beta2,

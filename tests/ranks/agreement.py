@@ -5,7 +5,6 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import alto_distributed
 from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout, param_groups
@@ -13,6 +12,7 @@ from alto_distributed.pretrain.config import parse
 from alto_distributed.pretrain.together import same_settings
 from alto_distributed.sharding.agreement import require_agreement
 
+from .. import devices
 from ..launcher import worlds
 from .sharded import HYPER, sharded_network
 
@@ -39,7 +39,7 @@ def is_last():
 
 @worlds(2, 4)
 def case_other_hyperparameters_on_one_rank():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = devices.mesh(dist.get_world_size())
     last = dist.get_world_size() - 1
     others = ", ".join(map(str, range(last)))
     for name, value, usual in (
@@ -56,7 +56,7 @@ def case_other_hyperparameters_on_one_rank():
 
 @worlds(2)
 def case_other_options_and_versions_on_one_rank():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = devices.mesh(2)
     for option, value, said in (
         ("kernel", "reference", "kernel is auto on rank 0 and reference on rank 1"),
         ("diagnostics_every", 5, "diagnostics_every is 0 on rank 0 and 5 on rank 1"),
@@ -79,7 +79,7 @@ def flat_optimizer(names, shapes=None, *, held=3, group=None):
     """A flat tensor of pieces, ``held`` elements of each parameter."""
     shapes = shapes or [(2, 3)] * len(names)
     logical = [LogicalParameter(n, s, (group or dist.group.WORLD,)) for n, s in zip(names, shapes, strict=True)]
-    flat = torch.arange(float(held * len(names)))
+    flat = torch.arange(float(held * len(names)), device=devices.here())
     optimizer = ALTO([{"params": [flat]}], **HYPER)
     optimizer.set_layouts({flat: ShardLayout(len(flat), [Segment(p, i * held, held) for i, p in enumerate(logical)])})
     return optimizer

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from alto_distributed import ALTO, E, param_groups
 
+from .. import devices
 from ..launcher import worlds
 from .sharded import HYPER, assert_straddles, full, sharded_network, train
 
@@ -27,7 +27,7 @@ MAKERS = {
 
 
 def fresh(name):
-    model = sharded_network(init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = sharded_network(devices.mesh(dist.get_world_size()))
     return model, MAKERS[name](model)
 
 

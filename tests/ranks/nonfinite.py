@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from alto_distributed.nonfinite import SkippedSteps
 
+from .. import devices
 from ..launcher import worlds
 from .sharded import HYPER, batches, full, network, sharded_network
 
@@ -72,7 +72,7 @@ def check(make, ways=("read by the host", "on the device")):
 @worlds(2, 4)
 def case_a_nan_in_one_shard_skips_the_step_everywhere():
     """FSDP2: the other ranks' gradients are good, and their shards must not move either."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = devices.mesh(dist.get_world_size())
 
     def make(skips):
         model = sharded_network(mesh)
@@ -84,7 +84,7 @@ def case_a_nan_in_one_shard_skips_the_step_everywhere():
 @worlds(4)
 def case_a_nan_reaches_replicas_and_other_meshes():
     """HSDP: the norms are summed over two ranks, and all four must agree."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = devices.mesh(2, 2, names=("replicate", "shard"))
 
     def make(skips):
         model = sharded_network(mesh)
@@ -96,7 +96,7 @@ def case_a_nan_reaches_replicas_and_other_meshes():
 @worlds(2)
 def case_the_flag_is_that_of_the_ranks_that_must_agree():
     """Each rank for itself, the rank with the NaN alone would know of it."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = devices.mesh(2)
     model = sharded_network(mesh)
     optimizer = ALTO(param_groups(model, 1e-2), skip_nonfinite=True, **HYPER)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -117,12 +117,12 @@ def case_a_rank_without_tensors_takes_part():
     """The last rank holds nothing; it joins in the norms, and in the decision."""
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = LogicalParameter("w", (world - 1, 3), (dist.group.WORLD,))
-    flat = torch.arange(3.0) + rank
+    flat = torch.arange(3.0, device=devices.here()) + rank
     optimizer = ALTO([{"params": [flat] if rank < world - 1 else []}], skip_nonfinite=True)
     layouts = {flat: ShardLayout.of_flat_shard([whole], rank * 3, 3)} if rank < world - 1 else {}
     optimizer.set_layouts(layouts, joined=[whole])
     for k in range(4):
-        flat.grad = torch.ones(3)
+        flat.grad = torch.ones_like(flat)
         if k == 2 and rank == 0:
             flat.grad[1] = torch.inf
         before = flat.clone()

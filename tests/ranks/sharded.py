@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,6 +19,7 @@ from alto_distributed import ALTO, E, LogicalParameter, ShardLayout, param_group
 from alto_distributed.sharding.norms import NormTable
 from alto_distributed.sharding.plan import StepPlan
 
+from .. import devices
 from ..launcher import worlds
 from ..oracle import PaperALTO
 
@@ -44,14 +44,19 @@ class Net(nn.Module):
 
 def network(dtype=torch.float64, hidden=13):
     torch.manual_seed(11)
-    return Net(hidden).to(dtype)
+    return Net(hidden).to(devices.here(), dtype)
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64).to(devices.here())
 
 
 def batches(dtype=torch.float64):
     generator = torch.Generator().manual_seed(17)
     for _ in range(STEPS):
         x = torch.randint(0, 11, (8, 5), generator=generator)
-        yield x, torch.randn(8, 5, 1, generator=generator, dtype=torch.float64).to(dtype)
+        y = torch.randn(8, 5, 1, dtype=torch.float64, generator=generator)
+        yield x.to(devices.here()), y.to(devices.here(), dtype)
 
 
 def train(model, optimizer, *, sliced, dtype=torch.float64, steps=STEPS, counts=None):
@@ -76,17 +81,21 @@ def at_each_step(collectives):
 
 
 def full(parameter):
-    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+    """The whole of it, on the host."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
 
 
 def largest_gap(model, reference):
-    gaps = [(full(p) - q).norm() / q.norm() for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
+    gaps = [
+        (full(p) - full(q)).norm() / full(q).norm()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
     return torch.stack(gaps).max().item()  # NaN if there is one
 
 
 def assert_same(model, reference, **tolerance):
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(p), q.detach(), msg=lambda m, name=name: f"{name}: {m}", **tolerance or TIGHT)
+        torch.testing.assert_close(full(p), full(q), msg=lambda m, name=name: f"{name}: {m}", **tolerance or TIGHT)
 
 
 def reference_run(dtype=torch.float64, make=lambda m: ALTO(param_groups(m, 1e-2), **HYPER), **options):
@@ -117,7 +126,7 @@ def sharded_network(mesh, dtype=torch.float64):
 
 @worlds(2, 4)
 def case_fsdp2_equals_the_single_process_run():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = devices.mesh(dist.get_world_size())
     model = sharded_network(mesh)
     assert_straddles(model, mesh.get_group())
     counts = []
@@ -128,7 +137,7 @@ def case_fsdp2_equals_the_single_process_run():
 
 @worlds(2, 4)
 def case_fsdp2_in_float32_stays_within_rounding():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = devices.mesh(dist.get_world_size())
     model = sharded_network(mesh, torch.float32)
     train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True, dtype=torch.float32)
     gap = largest_gap(model, reference_run(torch.float32))
@@ -137,7 +146,7 @@ def case_fsdp2_in_float32_stays_within_rounding():
 
 @worlds(2, 4)
 def case_fsdp2_with_bare_parameters_and_every_layerwise_mode():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = devices.mesh(dist.get_world_size())
     for layerwise in ("decayed", "matrices", "all", "none"):
         model, counts = sharded_network(mesh), []
         train(model, ALTO(model.parameters(), layerwise=layerwise, **HYPER), sliced=True, counts=counts)
@@ -148,7 +157,7 @@ def case_fsdp2_with_bare_parameters_and_every_layerwise_mode():
 @worlds(2, 4)
 def case_without_the_reduction_the_comparison_fails():
     """The negative control: norms of the local piece alone are what a naive optimizer would use."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = devices.mesh(dist.get_world_size())
     model = sharded_network(mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NormTable, "complete", lambda self, partial: next(iter(partial.values())))
@@ -160,7 +169,7 @@ def case_without_the_reduction_the_comparison_fails():
 
 @worlds(4)
 def case_hsdp_counts_replicas_once():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = devices.mesh(2, 2, names=("replicate", "shard"))
     model = sharded_network(mesh)
     assert_straddles(model, mesh.get_group("shard"))
     counts = []
@@ -172,18 +181,18 @@ def case_hsdp_counts_replicas_once():
 @worlds(4)
 def case_replicas_stay_bitwise_equal():
     """All ranks of a group get the same bits of a norm, so HSDP's replicas never drift apart."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = devices.mesh(2, 2, names=("replicate", "shard"))
     model = sharded_network(mesh, torch.float32)
     train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True, dtype=torch.float32)
     for name, p in model.named_parameters():
         replicas = [None] * 2
-        dist.all_gather_object(replicas, p.to_local().detach().clone(), group=mesh.get_group("replicate"))
+        dist.all_gather_object(replicas, p.to_local().detach().cpu(), group=mesh.get_group("replicate"))
         assert torch.equal(*replicas), name
 
 
 @worlds(4)
 def case_fsdp2_and_tensor_parallel_on_a_2d_mesh():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = devices.mesh(2, 2, names=("dp", "tp"))
     model = network(hidden=14)  # tensor parallelism splits evenly; fully_shard then splits 7 rows over 2
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
@@ -203,10 +212,10 @@ def case_fsdp2_and_tensor_parallel_on_a_2d_mesh():
 
 def _placements(world):
     if world == 4:
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = devices.mesh(2, 2)
         yield from ((mesh, p) for p in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]))
         yield from ((mesh, p) for p in ([Shard(1), Replicate()], [Replicate(), Replicate()], [Shard(2), Shard(0)]))
-    flat = init_device_mesh("cpu", (world,))
+    flat = devices.mesh(world)
     yield from ((flat, p) for p in ([Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]))
 
 
@@ -215,29 +224,29 @@ def case_every_placement():
     """Shard on any dimension, two dimensions at once, uneven and empty, replicas; partial gradients too."""
     for shape in ((5, 3, 7), (1, 9, 2), (4, 4, 4)):
         for mesh, placements in _placements(dist.get_world_size()):
-            theta = torch.randn(shape, dtype=torch.float64)
+            theta = randn(shape)
             p = nn.Parameter(distribute_tensor(theta, mesh, placements))
             optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
             for _ in range(3):
-                g = torch.randn(shape, dtype=torch.float64)
+                g = randn(shape)
                 p.grad = distribute_tensor(g, mesh, placements)
                 optimizer.step()
-                torch.testing.assert_close(full(p), oracle.step(g), msg=str((shape, placements)), **TIGHT)
+                torch.testing.assert_close(full(p), full(oracle.step(g)), msg=str((shape, placements)), **TIGHT)
 
 
 @worlds(2, 4)
 def case_a_gradient_that_is_still_a_partial_sum():
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    theta = torch.randn(5, 3, dtype=torch.float64)
+    mesh = devices.mesh(world)
+    theta = randn(5, 3)
     for placement in (Replicate(), Shard(0)):
         p = nn.Parameter(distribute_tensor(theta, mesh, [placement]))
         optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
         for _ in range(3):
-            g = torch.randn(5, 3, dtype=torch.float64)
+            g = randn(5, 3)
             p.grad = DTensor.from_local(g / world, mesh, [Partial()])
             optimizer.step()
-            torch.testing.assert_close(full(p), oracle.step(g), **TIGHT)
+            torch.testing.assert_close(full(p), full(oracle.step(g)), **TIGHT)
     p = nn.Parameter(DTensor.from_local(theta, mesh, [Partial()]))
     p.grad = DTensor.from_local(theta, mesh, [Partial()])
     with pytest.raises(ValueError, match="partial sum on mesh dimension 0"):
@@ -246,7 +255,7 @@ def case_a_gradient_that_is_still_a_partial_sum():
 
 @worlds(2, 4)
 def case_e_under_fsdp2():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = devices.mesh(dist.get_world_size())
     for base in (
         lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9),
         lambda m: ALTO(m.parameters(), alpha=0),
@@ -270,18 +279,18 @@ def case_ddp():
 
 def _flat_case(sizes, cuts, padding, groups_of, rank_in_group):
     """ZeRO's way: parameters glued end to end, cut at ``cuts`` for the ranks, each shard padded with NaN."""
-    thetas = [torch.randn(s, dtype=torch.float64) * (i + 1) for i, s in enumerate(sizes)]
+    thetas = [randn(s) * (i + 1) for i, s in enumerate(sizes)]
     parameters = [LogicalParameter(f"p{i}", s, groups_of(i)) for i, s in enumerate(sizes)]
     buffer = torch.cat([t.flatten() for t in thetas])
     low, high = cuts[rank_in_group], cuts[rank_in_group + 1]
-    pad = torch.full((padding,), torch.nan, dtype=torch.float64)
+    pad = torch.full((padding,), torch.nan, dtype=torch.float64, device=devices.here())
     shard = nn.Parameter(torch.cat([buffer[low:high], pad]))
     layout = ShardLayout.of_flat_shard(parameters, low, high - low)
     optimizer = ALTO([shard], **HYPER)
     optimizer.set_layouts({shard: ShardLayout(shard.numel(), layout.segments)})
     oracles = [PaperALTO(t, **HYPER) for t in thetas]
     for k in range(4):
-        gradients = [torch.randn(s, dtype=torch.float64) for s in sizes]
+        gradients = [randn(s) for s in sizes]
         shard.grad = torch.cat([torch.cat([g.flatten() for g in gradients])[low:high], pad])
         with CommDebugMode() as comms:
             optimizer.step()
@@ -311,8 +320,8 @@ def case_a_rank_that_holds_padding_only_still_joins():
 @worlds(4)
 def case_a_rank_without_any_tensor_still_joins():
     """Megatron's distributed optimizer may leave a rank with no shard at all."""
-    rank, theta = dist.get_rank(), torch.randn(6, dtype=torch.float64)
-    g = torch.randn(6, dtype=torch.float64)
+    rank, theta = dist.get_rank(), randn(6)
+    g = randn(6)
     parameter = LogicalParameter("w", (2, 3), (dist.group.WORLD,))
     if rank < 2:
         shard = nn.Parameter(theta[rank * 3 : rank * 3 + 3].clone())
@@ -333,12 +342,12 @@ def case_a_rank_without_any_tensor_still_joins():
 @worlds(4)
 def case_data_and_tensor_parallel_groups_cost_one_collective_each():
     """Matrices cut over tp and dp, vectors over dp alone and equal on tp ranks, one parameter whole."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = devices.mesh(2, 2, names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     dp_rank, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
-    matrices = [torch.randn(6, 4, dtype=torch.float64) for _ in range(3)]
-    vectors = [torch.randn(7, dtype=torch.float64) for _ in range(3)]
-    whole = torch.randn(3, 3, dtype=torch.float64)
+    matrices = [randn(6, 4) for _ in range(3)]
+    vectors = [randn(7) for _ in range(3)]
+    whole = randn(3, 3)
 
     def cut(m, v):
         """What this rank holds: of a matrix its tp columns, and of those, as of a vector, its dp slice."""
@@ -369,8 +378,8 @@ def case_data_and_tensor_parallel_groups_cost_one_collective_each():
 def case_groups_of_one_rank_are_skipped():
     """Each rank alone in its group: nothing to add up, nothing sent."""
     alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
-    p = nn.Parameter(torch.randn(4))
-    p.grad = torch.randn(4)
+    p = nn.Parameter(randn(4))
+    p.grad = randn(4)
     optimizer = ALTO([p], **HYPER)
     optimizer.set_layouts({p: ShardLayout.whole(LogicalParameter("w", (2, 2), (alone,)), 4)})
     with CommDebugMode() as comms:

@@ -1,0 +1,51 @@
+"""The device that rank tests run on: ``DEVICE=cpu`` (the default), ``pretend`` (see tests/pretend) or ``cuda``."""
+
+import os
+
+import torch
+
+from alto_distributed.sharding import collective
+
+NAME = os.environ.get("DEVICE", "cpu")
+BACKENDS = {"cpu": "gloo", "pretend": "pretend", "cuda": "nccl"}
+if NAME not in BACKENDS:
+    raise ValueError(f"DEVICE={NAME!r} is not one of {', '.join(BACKENDS)}")
+
+
+def install():
+    """Before anything uses the device, in the process that forks the ranks. CUDA must not be touched there."""
+    if NAME == "pretend":
+        from . import pretend
+
+        pretend.install()
+        if not os.environ.get("PRETEND_NO_FLOAT64"):
+            collective.FLOAT64_BACKENDS.add(NAME)
+
+
+def enough(world):
+    """Whether there is a device for each rank."""
+    return NAME != "cuda" or torch.cuda.device_count() >= world
+
+
+def here():
+    """This rank's device."""
+    return torch.device("cpu") if NAME == "cpu" else torch.device(NAME, int(os.environ["LOCAL_RANK"]))
+
+
+def connect():
+    """Join the other ranks, as a program on this device would."""
+    options = {}
+    if NAME != "cpu":
+        torch.get_device_module(NAME).set_device(here())
+        if NAME == "cuda" or os.environ["WORLD_SIZE"] == "2":
+            # As many programs do, and many do not. A group that is bound is split to make those of a mesh, which the
+            # pretend one cannot do.
+            options["device_id"] = here()
+    torch.distributed.init_process_group(BACKENDS[NAME], **options)
+
+
+def mesh(*shape, names=None):
+    """A device mesh over the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(NAME, shape, mesh_dim_names=names)
