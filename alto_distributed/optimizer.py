@@ -390,6 +390,8 @@ class ALTO(Optimizer):
         state: dict[str, Any] = self.state[param]
         if states.STEP not in state:
             state[states.STEP] = states.new_step()
+        elif state[states.STEP].device.type != "cpu":  # an engine moved all states; each step would wait for it
+            state[states.STEP] = state[states.STEP].cpu()
         for key in self.state_keys:
             chosen = self._state_dtypes.get(key)
             if key not in state:

@@ -12,12 +12,19 @@ if NAME not in BACKENDS:
     raise ValueError(f"DEVICE={NAME!r} is not one of {', '.join(BACKENDS)}")
 
 
-def install():
-    """Before anything uses the device, in the process that forks the ranks. CUDA must not be touched there."""
+def install(modules):
+    """Before anything uses the device, in the process that forks the ranks. CUDA must not be touched there.
+
+    Args:
+        modules: names of the modules whose cases are to run, which tell the frameworks that they use.
+    """
     if NAME == "pretend":
         from . import pretend
+        from .pretend import deepspeed
 
         pretend.install()
+        if any(word in modules for word in ("zero", "deepspeed")):
+            deepspeed.install()
         if not os.environ.get("PRETEND_NO_FLOAT64"):
             collective.FLOAT64_BACKENDS.add(NAME)
 

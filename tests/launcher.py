@@ -43,8 +43,9 @@ def worlds(*sizes, exhaustive=()):
 
 
 def some(cases, world):
-    """All of a case's variations at two ranks and in exhaustive runs; every fourth at other world sizes."""
-    return cases if world == 2 or EXHAUSTIVE else dict(list(cases.items())[::4])
+    """All of a case's variations at two ranks on the CPU and in exhaustive runs; else every fourth."""
+    usual = world == 2 and os.environ.get("DEVICE", "cpu") == "cpu"
+    return cases if usual or EXHAUSTIVE else dict(list(cases.items())[::4])
 
 
 @functools.cache
@@ -68,12 +69,15 @@ def cases_of(modules, world):
     return cases
 
 
-def environment(**more):
+def environment(device=None, **more):
     """Variables for the processes that tests start."""
+    device = device or os.environ.get("DEVICE", "cpu")
+    others = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     return {
-        **os.environ,
+        **others,
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
+        "DEVICE": device,
+        **({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}),
         # DeepSpeed compiles its shared-memory collectives on first use, with the ninja beside our python.
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions")),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -92,12 +96,13 @@ def without_compiling():
 
 
 @functools.cache
-def launch(module, world, directory, timeout=1200):
-    """Start the ranks once; returns {case: None or what went wrong}."""
+def launch(module, world, directory, timeout=1200, device=None):
+    """Start the ranks once; returns {case: None or what went wrong}. ``device`` overrides DEVICE (tests/devices.py)."""
     command = [sys.executable, "-m", "tests.launcher", module, str(world), str(directory)]
     with tempfile.TemporaryFile("w+") as output:  # no pipe: processes that ranks leave behind would keep it open
         streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=REPO, env=environment(), start_new_session=True, **streams)
+        variables = environment(device)
+        process = subprocess.Popen(command, cwd=REPO, env=variables, start_new_session=True, **streams)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
         with contextlib.suppress(ProcessLookupError):
@@ -120,11 +125,11 @@ def every_case(module, *world_sizes):
     ]
 
 
-def check(module, world, case, directory):
+def check(module, world, case, directory, device=None):
     """Fail the test if the case did, with what its ranks said."""
     import pytest
 
-    problem = launch(module, world, directory)[case]
+    problem = launch(module, world, directory, device=device)[case]
     if problem:
         pytest.fail(problem, pytrace=False)
 
@@ -167,7 +172,7 @@ def _main(modules, world, directory):
 
     from . import devices
 
-    devices.install()
+    devices.install(modules)
     for module in modules.split(","):
         importlib.import_module(module)
     if "deepspeed" in sys.modules:

@@ -22,6 +22,7 @@ from alto_distributed import ALTO, param_groups
 from alto_distributed.deepspeed.build import split_bare_parameters
 from alto_distributed.deepspeed.layout import LayoutBuilder
 
+from .. import devices
 from ..launcher import some, worlds
 
 # Half precision runs on any CPU in torch; DeepSpeed asks for hardware support, which this is not about.
@@ -30,6 +31,8 @@ warnings.simplefilter("ignore", FutureWarning)
 
 STEPS = 10
 PARAMS = {"lr": 0.05, "betas": [0.99, 0.9, 0.99], "alpha": -5, "eps": 1e-6, "weight_decay": 0.01}
+if devices.NAME != "cpu":
+    PARAMS["kernel"] = "torch"  # also of what is computed on the host to compare with: C adds up in another order
 
 
 class Net(nn.Module):
@@ -46,7 +49,7 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.ones(3, 3))
 
     def forward(self, x):
-        h = self.embed(x)
+        h = self.embed(x.to(self.scale.device))
         return self.head(self.norm(h + self.scale * self.frozen(self.down(torch.tanh(self.up(h))))))
 
 
@@ -64,7 +67,7 @@ def batches(steps=STEPS, accumulation=1):
 
 
 def loss_of(out, y):
-    return nn.functional.cross_entropy(out.float().flatten(0, 1), y.flatten())
+    return nn.functional.cross_entropy(out.float().flatten(0, 1), y.flatten().to(out.device))
 
 
 def trainable(model):
@@ -130,7 +133,7 @@ def weights(engine):
     out = {}
     for name, p in trainable(engine.module).items():
         with deepspeed.zero.GatheredParameters([p]):
-            out[name] = p.detach().float().clone()
+            out[name] = p.detach().float().cpu().clone()
     return out
 
 
@@ -138,9 +141,9 @@ def masters(engine):
     """Whole float32 weights by name."""
     unfused = getattr(engine.optimizer, "fp32_groups", None)
     if unfused is None:
-        return {name: safe_get_full_fp32_param(p).clone() for name, p in trainable(engine.module).items()}
+        return {name: safe_get_full_fp32_param(p).cpu().clone() for name, p in trainable(engine.module).items()}
     pairs = zip(chain(*engine.optimizer.fp16_groups), chain(*unfused), strict=True)
-    return {engine.param_names[p]: clone.detach().clone() for p, clone in pairs}
+    return {engine.param_names[p]: clone.detach().cpu().clone() for p, clone in pairs}
 
 
 def largest_gap(got, expected):
@@ -229,7 +232,7 @@ def case_with_the_layouts_withheld_the_comparison_fails():
             engine.basic_optimizer.set_layouts({})
             train(engine)
             gap = largest_gap(weights(engine), reference())
-            assert gap > 1e-3, f"stage {stage}: {gap:.1e}"
+            assert not gap < 1e-3, f"stage {stage}: {gap:.1e}"  # NaN if padding was taken for weights
 
 
 @worlds(2, 4)

@@ -116,9 +116,9 @@ def picture(engine):
         for key in ALTO.state_keys:
             if key != "grad_ema" or not name.startswith("down"):
                 value = optimizer.state[masters[p]][key] if masters else safe_get_full_optimizer_state(p, key)
-                out[f"{name} {key}"] = value.detach().clone()
+                out[f"{name} {key}"] = value.detach().cpu().clone()
         master = masters[p] if masters else safe_get_full_fp32_param(p)
-        out[f"{name} master"] = master.detach().clone()
+        out[f"{name} master"] = master.detach().cpu().clone()
     out["steps"] = torch.tensor(sorted({int(state["step"]) for state in optimizer.state.values()}))
     return out
 

@@ -1,0 +1,41 @@
+"""The rank tests on a pretend accelerator (tests/pretend): what would break on GPUs and under NCCL."""
+
+import pytest
+
+from .launcher import EXHAUSTIVE, check, every_case, launch
+
+CORE = "tests.ranks.on_device,tests.ranks.sharded,tests.ranks.nonfinite,tests.ranks.agreement"
+CHECKPOINTS = "tests.ranks.checkpoints"
+ZERO = "tests.ranks.zero,tests.ranks.nonfinite_deepspeed"
+ZERO_CHECKPOINTS = "tests.ranks.zero_checkpoints"
+
+exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
+
+
+@pytest.mark.parametrize(("world", "case"), every_case(CORE, 2))
+def test_core(world, case, directory):
+    check(CORE, world, case, directory, device="pretend")
+
+
+@exhaustive
+@pytest.mark.parametrize(("world", "case"), every_case(CORE, 4))
+def test_core_on_two_dimensional_meshes(world, case, directory):
+    check(CORE, world, case, directory, device="pretend")
+
+
+@exhaustive
+@pytest.mark.parametrize(("world", "case"), every_case(CHECKPOINTS, 4, 2))
+def test_checkpoints(world, case, directory):
+    launch(CHECKPOINTS, 4, directory, device="pretend")
+    check(CHECKPOINTS, world, case, directory, device="pretend")
+
+
+@pytest.mark.parametrize(("world", "case"), every_case(ZERO, 2))
+def test_zero(world, case, directory):
+    check(ZERO, world, case, directory, device="pretend")
+
+
+@exhaustive
+@pytest.mark.parametrize(("world", "case"), every_case(ZERO_CHECKPOINTS, 2))
+def test_zero_checkpoints(world, case, directory):
+    check(ZERO_CHECKPOINTS, world, case, directory, device="pretend")
