@@ -12,7 +12,7 @@ the paper, norms over whole parameters when they are sharded.
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -175,7 +175,7 @@ class ALTO(Optimizer):
         self._layouts_lost = False
 
     def _plan(self) -> StepPlan:
-        """The plan for the tensors that are in the groups now. It goes when one of them does, so ids stay unique."""
+        """The plan for the tensors that are in the groups now."""
         if self._layouts_lost:
             raise ValueError(
                 "this ALTO is a copy of a sharded one, and layouts belong to the original's tensors and process "
@@ -189,9 +189,21 @@ class ALTO(Optimizer):
             if names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups):
                 plan.require_agreement({**self.description(), **self.description_of_groups()})
                 self._agreed.add(names)
+            self._drop_outdated_plans()
             self._plans[key] = plan
-            plan.when_outdated(self.param_groups, functools.partial(self._plans.pop, key, None))
         return self._plans[key]
+
+    def _drop_outdated_plans(self) -> None:
+        """A plan keeps its tensors alive, so it goes when nothing else of this optimizer does.
+
+        It cannot watch them by weak references: with one on it, torch refuses to swap a parameter, as ``module.to()``
+        does with DTensors.
+        """
+        in_groups = (param for group in self.param_groups for param in group["params"])
+        known = {id(tensor) for tensor in itertools.chain(in_groups, self._layouts, self.state)}
+        for key, plan in list(self._plans.items()):
+            if any(id(tensor) not in known for tensor in plan.tensors):
+                del self._plans[key]
 
     def description(self) -> dict[str, str]:
         """What must be the same on all ranks that train a model together, in words."""

@@ -97,6 +97,14 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
     assert len(optimizer._plans) == 1
 
 
+def test_parameters_can_be_swapped_after_a_step():
+    """As ``module.to()`` does with DTensors: torch refuses a tensor that somebody watches."""
+    p, _ = stepped("native", 3, 4)
+    q = nn.Parameter(torch.zeros(3, 4))
+    torch.utils.swap_tensors(p, q)
+    assert not p.any()
+
+
 def test_a_plan_is_not_taken_for_that_of_other_tensors():
     """A new tensor may get the id of one that is gone."""
     optimizer = ALTO([nn.Parameter(torch.randn(3))])

@@ -6,8 +6,7 @@ or one sub-group, after the other), so there is one plan for each set.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +76,8 @@ class StepPlan:
                     for i, (tensor, name) in enumerate(zip(group["params"], names, strict=True))
                 ]
             )
+        self.tensors = [tensor for group in resolved for tensor, _ in group]
+        """Kept, so that no other tensor gets the id of one of them."""
         self.labels = _labels(groups, resolved, layouts)
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
         self.norms = NormTable([*everything, *joined])
@@ -85,10 +86,6 @@ class StepPlan:
             SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
             for group in resolved
         ]
-
-    def when_outdated(self, groups: Sequence[Mapping[str, Any]], act: Callable[[], Any]) -> None:
-        """Call ``act`` when one of the tensors is gone. A plan does not keep them, for they may be large."""
-        self._watched = [weakref.ref(tensor, lambda _: act()) for group in groups for tensor in group["params"]]
 
     def require_agreement(self, common: Mapping[str, str]) -> None:
         """Raise, on all ranks, if those that sum norms together do not agree; see :mod:`.agreement`.
