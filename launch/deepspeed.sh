@@ -15,6 +15,9 @@ if [ -n "${HOSTFILE:-}" ]; then
 else
     world=${GPUS:-2}
     where=(--num_gpus "$world")
+    case $world in *[!0-9]*) echo "GPUS must be a whole number, not $world" >&2 && exit 2 ;; esac
+    # Its share of the cores for each rank. With HOSTFILE: set it in .deepspeed_env.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + world - 1) / world))}
 fi
 command=(deepspeed "${where[@]}" --module alto_distributed pretrain "$@")
 if [ -n "${DRY_RUN:-}" ]; then

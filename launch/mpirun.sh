@@ -11,6 +11,10 @@
 set -euo pipefail
 PY=${PY:-python}
 RANKS=${RANKS:-2}
+case $RANKS in *[!0-9]*) echo "RANKS must be a whole number, not $RANKS" >&2 && exit 2 ;; esac
+commas=${HOSTS:-} && commas=${commas//[!,]/}
+# Its share of the cores for each rank, if all machines have as many ranks.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) * (${#commas} + 1) + RANKS - 1) / RANKS))}
 read -r -a command <<<"${MPIRUN:-mpirun}"
 command+=(-n "$RANKS" ${HOSTS:+--host "$HOSTS"} "$PY" -m alto_distributed pretrain "$@")
 if [ -n "${DRY_RUN:-}" ]; then

@@ -20,6 +20,8 @@ GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
 NODES=${SLURM_NNODES:-1}
 # bash would run what stands in $(( )), if it is no number: PATH[$(command)].
 case $NODES$GPUS in *[!0-9]*) echo "NODES and GPUS must be whole numbers, not $NODES and $GPUS" >&2 && exit 2 ;; esac
+# Its share of the cores for each rank: torchrun would give one to each, which is slow where states are offloaded.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + GPUS - 1) / GPUS))}
 if command -v scontrol >/dev/null && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 else

@@ -15,6 +15,8 @@ GPUS=${GPUS:-$("$PY" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 NODES=${NODES:-1}
 # bash would run what stands in $(( )), if it is no number: PATH[$(command)].
 case $NODES$GPUS in *[!0-9]*) echo "NODES and GPUS must be whole numbers, not $NODES and $GPUS" >&2 && exit 2 ;; esac
+# Its share of the cores for each rank: torchrun would give one to each, which is slow where states are offloaded.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + GPUS - 1) / GPUS))}
 if [ "$NODES" -gt 1 ]; then
     where=(--nnodes "$NODES" --node-rank "${NODE:?number of this machine, from 0}"
         --rdzv-backend c10d --rdzv-endpoint "${MASTER:?host:port of the first machine}")

@@ -104,9 +104,9 @@ def test_hostile_values_are_not_run(script, tree):
         variables = needed | ({} if name == "argument" else {name: value})
         notes, done = started(tree, script, value if name == "argument" else "configs/x.yaml", dry, **variables)
         assert not list(tree.rglob("ran")), (script, name, value, done.stderr)
-        if name in ("GPUS", "NODES", "SLURM_NNODES") and script in ("torchrun", "slurm"):
+        if name in ("GPUS", "NODES", "SLURM_NNODES", "RANKS") and script != "tiny":
             assert done.returncode == 2, (name, value, done.stderr)
-            assert "must be whole numbers" in done.stderr
+            assert "whole number" in done.stderr
             continue
         # It has arrived as one argument, as it was.
         quoted = subprocess.run(
@@ -126,3 +126,23 @@ def test_the_stub_would_tell(tree):
     assert (tree / "ran").exists()
     for left in (tree / "ran", script):
         os.remove(left)
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "ranks"),
+    [
+        ("torchrun", {"GPUS": "1"}, 1),
+        ("torchrun", {"GPUS": "4096"}, 4096),
+        ("slurm", {"GPUS": "2"}, 2),
+        ("mpirun", {"RANKS": "4", "HOSTS": "a:2,b:2"}, 2),
+        ("deepspeed", {"GPUS": "2"}, 2),
+    ],
+)
+def test_each_rank_gets_its_share_of_the_cores(script, variables, ranks, tree):
+    """torchrun gives a thread to each, with which steps of offloaded states take several times as long."""
+    for name in ("python", "mpirun", "srun", "deepspeed"):
+        (tree / "bin" / name).write_text(STUB + 'echo "threads $OMP_NUM_THREADS" >>"$NOTES"\n')
+    cores = len(os.sched_getaffinity(0))
+    for given, expected in (({}, -(-cores // ranks)), ({"OMP_NUM_THREADS": "3"}, 3)):
+        notes, done = started(tree, script, "configs/x.yaml", dry=False, **variables, **given)
+        assert f"threads {expected}\n" in notes, (notes, done.stderr)

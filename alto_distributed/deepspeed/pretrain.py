@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..pretrain import optimizers
 from ..pretrain.config import Run
 from ..pretrain.engine import Step
 from ..pretrain.model import build_model, inputs_of, next_token_loss, seed_dropout
+from ..pretrain.stopwatch import Stopwatch
 from ..pretrain.together import same_settings
 from . import pretrain_checkpoint
 from .pretrain_config import deepspeed_config, refuse_what_deepspeed_refuses
@@ -106,7 +106,7 @@ class PretrainEngine:
             group["lr"] = lr
         engine.train()
         seed_dropout(self._run, engine.global_steps, self.data_parallel_rank)
-        watch = _Stopwatch()
+        watch = Stopwatch(self.device)
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for tokens in micro_batches:
             with watch.measuring("forward"):
@@ -158,32 +158,3 @@ class PretrainEngine:
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = tokens.to(self.device, torch.long, non_blocking=True)
         return next_token_loss(self._engine(inputs_of(tokens)).logits, tokens)
-
-
-class _Stopwatch:
-    """Adds up the seconds of named parts; on a GPU with events, so that it need not wait for each part to end."""
-
-    def __init__(self) -> None:
-        self._event = get_accelerator().Event  # None on a CPU
-        self._marks: list[tuple[str, Any, Any]] = []
-
-    @contextlib.contextmanager
-    def measuring(self, part: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        self._marks.append((part, start, self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        get_accelerator().synchronize()
-        parts: dict[str, float] = {}
-        for part, start, end in self._marks:
-            taken = end - start if self._event is None else start.elapsed_time(end) / 1000
-            parts[part] = parts.get(part, 0.0) + taken
-        return parts
-
-    def _now(self) -> Any:
-        if self._event is None:
-            return time.perf_counter()
-        mark = self._event(enable_timing=True)
-        mark.record()
-        return mark

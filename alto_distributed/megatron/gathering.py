@@ -6,7 +6,7 @@ without the padding that makes a bucket divide evenly over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,27 +28,67 @@ def gather(
     """
     group = wrapper.data_parallel_group_gloo if use_gloo else wrapper.data_parallel_group
     receives = everywhere or group.rank() == 0
-    gathered: dict[tuple[Any, Any], list[torch.Tensor]] = {}
-    for index, dtype, bucket, ranges in _buckets(wrapper):
-        pieces = gathered.setdefault((index, dtype), [])
-        if empty:
-            pieces.append(torch.zeros(bucket.numel_unpadded))
-            continue
+    lengths: dict[tuple[Any, Any], int] = {}
+    for index, dtype, bucket, _ in _buckets(wrapper):
+        lengths[index, dtype] = lengths.get((index, dtype), 0) + bucket.numel_unpadded
+    gathered = {
+        place: torch.zeros(n if receives else 0, dtype=torch.float32, device="cpu") for place, n in lengths.items()
+    }
+    done = dict.fromkeys(lengths, 0)
+    for index, dtype, bucket, ranges in () if empty else _buckets(wrapper):
+        begin = done[index, dtype]
+        done[index, dtype] += bucket.numel_unpadded
+        target = gathered[index, dtype][begin : done[index, dtype]] if receives else None
         device = torch.device("cpu") if use_gloo else bucket.grad_data.device
-        mine = torch.zeros(bucket.grad_data.numel() // group.size(), device=device)
-        for model_param, held in ranges.items():
-            here = held["gbuf_local"]
-            mine[here.start : here.end] = wrapper.optimizer.state[wrapper._alto_shards[model_param]][key]
-        received = [torch.empty_like(mine) for _ in range(group.size())] if receives else None
-        if everywhere:
-            dist.all_gather(received, mine, group=group)
-        else:
-            dist.gather(mine, received, dst=dist.get_global_rank(group, 0), group=group)
-        if received is not None:
-            pieces.append(torch.cat(received)[: bucket.numel_unpadded].cpu())
+        states = wrapper.optimizer.state
+        shards = [(held["gbuf_local"], states[wrapper._alto_shards[p]][key]) for p, held in ranges.items()]
+        _gather_bucket(shards, bucket.grad_data.numel() // group.size(), device, group, everywhere, target)
     if receives and collected is not None:
-        for (index, dtype), pieces in gathered.items():
-            collected[index][dtype][key] = torch.cat(pieces)
+        for (index, dtype), whole in gathered.items():
+            collected[index][dtype][key] = whole
+
+
+#: Elements that are gathered at a time, over all ranks: a buffer of 64 MiB, whatever the size of a bucket.
+_AT_A_TIME = 1 << 24
+
+
+def _gather_bucket(
+    shards: Sequence[tuple[Any, torch.Tensor]],
+    share: int,
+    device: torch.device,
+    group: Any,
+    everywhere: bool,
+    target: torch.Tensor | None,
+) -> None:
+    """Fill ``target``, on the host, with a bucket of which each rank holds ``share`` elements, part by part.
+
+    Args:
+        shards: what this rank holds: places in its share, each with its tensor.
+        share: elements of each rank, padding included.
+        device: where ranks communicate.
+        group: the data-parallel group.
+        everywhere: all ranks receive, not only the first.
+        target: the bucket without its padding; None on a rank that does not receive.
+    """
+    size = group.size()
+    step = max(1, _AT_A_TIME // size)
+    for low in range(0, share, step):
+        high = min(low + step, share)
+        mine = torch.zeros(high - low, dtype=torch.float32, device=device)
+        for place, shard in shards:
+            first, last = max(place.start, low), min(place.end, high)
+            if first < last:
+                mine[first - low : last - low] = shard[first - place.start : last - place.start]
+        everyones = torch.empty(size * (high - low), dtype=torch.float32, device=device) if target is not None else None
+        if everywhere:
+            dist.all_gather_into_tensor(everyones, mine, group=group)
+        else:
+            pieces = None if everyones is None else list(everyones.chunk(size))
+            dist.gather(mine, pieces, dst=dist.get_global_rank(group, 0), group=group)
+        if target is not None and everyones is not None:
+            for rank, piece in enumerate(everyones.cpu().chunk(size)):
+                there = target[rank * share + low : rank * share + high]
+                there.copy_(piece[: there.numel()])
 
 
 def scatter(wrapper: Any, key: str, collected: dict[Any, Any] | None) -> None:
@@ -56,12 +96,12 @@ def scatter(wrapper: Any, key: str, collected: dict[Any, Any] | None) -> None:
     group = wrapper.data_parallel_group_gloo
     start: dict[tuple[Any, Any], int] = {}
     for index, dtype, bucket, ranges in _buckets(wrapper):
-        mine = torch.empty(bucket.grad_data.numel() // group.size())
+        mine = torch.empty(bucket.grad_data.numel() // group.size(), dtype=torch.float32, device="cpu")
         sent = None
         if group.rank() == 0 and collected is not None:
             begin = start.get((index, dtype), 0)
             start[index, dtype] = begin + bucket.numel_unpadded
-            whole = torch.zeros(bucket.grad_data.numel())
+            whole = torch.zeros(bucket.grad_data.numel(), dtype=torch.float32, device="cpu")
             whole[: bucket.numel_unpadded] = collected[index][dtype][key][begin : start[index, dtype]]
             sent = list(whole.chunk(group.size()))
         dist.scatter(mine, sent, src=dist.get_global_rank(group, 0), group=group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..pretrain.config import Run
 from ..pretrain.engine import Step
 from ..pretrain.model import initial_weights, seed_from
 from ..pretrain.optimizers import ALTO_NAMES, STATE_DTYPES, arguments
+from ..pretrain.stopwatch import Stopwatch
 from ..pretrain.together import same_settings
 from . import pretrain_checkpoint as checkpoint
 from .build import diagnostics
@@ -90,12 +90,12 @@ class MegatronEngine:
             group["lr"] = lr * group.get("lr_mult", 1.0)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        began = time.perf_counter()
-        loss = self._run(micro_batches, forward_only=False)
-        between = time.perf_counter()
-        done, norm, _ = self._optimizer.step()
-        seconds = {"forward_backward": between - began, "optimizer": time.perf_counter() - between}
-        return Step(loss, math.nan if norm is None else float(norm), not done, seconds)
+        watch = Stopwatch(self.device)
+        with watch.measuring("forward_backward"):
+            loss = self._run(micro_batches, forward_only=False)
+        with watch.measuring("optimizer"):
+            done, norm, _ = self._optimizer.step()
+        return Step(loss, math.nan if norm is None else float(norm), not done, watch.seconds())
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[torch.Tensor]) -> float:
@@ -215,7 +215,8 @@ def _forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor,
 def _device() -> torch.device:
     """Megatron asks torch.cuda for it everywhere, so there must be an answer."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Modulo: some schedulers show each task its own GPU only, as number 0.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
         device = torch.cuda.current_device()
     except (RuntimeError, AssertionError) as error:

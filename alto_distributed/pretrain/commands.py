@@ -13,7 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from . import config, estimate, memory, ranks, report
+from ..sharding.lost_rank import lost_rank
+from . import config, estimate, memory, report
 from .checkpoints import Checkpoints
 from .config import Run
 
@@ -101,7 +102,7 @@ def _pretrain(options: argparse.Namespace) -> None:
     try:
         steps = train(run, directory, options.stop_at)
     except RuntimeError as error:
-        reason = ranks.lost_contact(error)
+        reason = lost_rank(error)
         if reason is None:
             raise
         _end_alone(run, directory, reason)

@@ -1,9 +1,8 @@
-"""Who this process is: from torchrun's variables, or from MPI where mpirun started it; and whether the others live."""
+"""Who this process is: from torchrun's variables, or from MPI where mpirun started it."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 from datetime import timedelta
 
@@ -68,18 +67,3 @@ def wait_at_most(seconds: float) -> None:
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-#: What gloo says when another rank is gone or does not answer. It has no error class of its own.
-_GLOO = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Timed out waiting \d+ms|Application timeout")
-
-
-def lost_contact(error: BaseException) -> str | None:
-    """What a backend said, if an error came from the exchange with other ranks; None if it is another error."""
-    at: BaseException | None = error
-    while at is not None:
-        if isinstance(at, dist.DistError) or (isinstance(at, RuntimeError) and _GLOO.search(str(at))):
-            said = re.sub(r"^\[\S+:\d+\] ", "", str(at).strip().partition("\n")[0])
-            return said.partition(". ")[0].rstrip(".")
-        at = at.__cause__ or at.__context__
-    return None

@@ -16,6 +16,7 @@ import torch
 
 from .collective import device_for
 from .layout import LogicalParameter
+from .lost_rank import lost_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,7 +50,9 @@ def require_agreement(
     received = [torch.empty_like(sent) for _ in range(group.size())]
     try:
         dist.all_gather(received, sent, group=group)
-    except RuntimeError as error:  # gloo's way to say that it has waited long enough
+    except RuntimeError as error:
+        if lost_rank(error) is None:
+            raise
         raise RuntimeError(
             f"rank {dist.get_rank()} compared its settings with ranks {dist.get_process_group_ranks(group)}, and not "
             "all of them came: one has failed, or never took this step. See the log of each rank"

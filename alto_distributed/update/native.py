@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+import os
 import struct
 import warnings
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from .pieces import Piece
 from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of
 
 _STATES = (torch.float32, torch.bfloat16)
-_KINDS = (torch.Tensor, torch.nn.Parameter)  # a subclass may have no memory, or another's
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass may have no memory, or another's
+# From so many elements on (1.7 GB a step and more), one thread is a mistake of the launcher's.
+_MANY = 100_000_000
 # A thread is worth its start from so many elements on.
 _ELEMENTS_A_THREAD = 1 << 16
 
@@ -86,7 +89,7 @@ def _tensors(piece: Piece) -> tuple[torch.Tensor | None, ...]:
 
 
 def _is_plain(t: torch.Tensor | None) -> bool:
-    return t is None or (type(t) in _KINDS and t.dtype in _STATES and t.is_cpu and t.is_contiguous() and not t.is_neg())
+    return t is None or (type(t) in PLAIN and t.dtype in _STATES and t.is_cpu and t.is_contiguous() and not t.is_neg())
 
 
 class _Prepared(NamedTuple):
@@ -160,7 +163,21 @@ def _spans(pieces: Sequence[Piece]) -> tuple[bytearray, int, int]:
             at += SPAN.size
             blocks += -(-(stop - start) // block)
             elements += stop - start
-    return spans, blocks, min(torch.get_num_threads(), 1 + elements // _ELEMENTS_A_THREAD)
+    threads = torch.get_num_threads()
+    if threads == 1 and elements > _MANY:
+        _warn_of_one_thread()
+    return spans, blocks, min(threads, 1 + elements // _ELEMENTS_A_THREAD)
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_of_one_thread() -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores > 1:
+        warnings.warn(
+            f"ALTO steps more than {_MANY:,} elements on one thread, and this process may use {cores} cores: torchrun "
+            "sets OMP_NUM_THREADS=1 unless it is set. Set it to the number of cores a rank (cores / ranks)",
+            stacklevel=2,
+        )
 
 
 def _call(name: str, spans: bytearray, blocks: int, threads: int, *numbers: torch.Tensor) -> Any:

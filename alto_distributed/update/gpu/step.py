@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import chunked
+from ..native import PLAIN
 from ..pieces import Piece
 from ..unless import Unless
 from .launch import launch_phase_one, launch_phase_two
@@ -64,7 +65,7 @@ def serves(piece: Piece) -> bool:
         and (piece.grad_ema is None or piece.grad_ema.dtype in _STATES)
         and (piece.model_copy is None or piece.model_copy.dtype in _LOW_PRECISION)
         and all(
-            tensor is None or tensor.is_contiguous()  # an expanded gradient is not
+            tensor is None or (type(tensor) in PLAIN and tensor.is_contiguous())  # an expanded gradient is not
             for tensor in (
                 piece.param,
                 piece.grad,
