@@ -220,6 +220,22 @@ def case_experts_packed_into_one_tensor():
 
 
 @worlds(1)
+def case_experts_packed_into_one_tensor_by_the_models_config():
+    """Fields of megatron-core 0.18 and later; in 0.16.1 only attributes of the config."""
+    chunk = model()
+    for field in ("moe_single_grouped_weight", "moe_single_grouped_bias"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunk.config, field, True, raising=False)
+            flag = field.replace("_", "-")
+            message = rf"{field}=True packs all experts of a rank into one tensor.*set {field}=False.*--{flag}\)"
+            refused(message, AltoOptimizerConfig(), chunk)
+            # Models made of several have several configs; those of the parts count.
+            patch.setattr(chunk, "config", None)
+            refused(message, AltoOptimizerConfig(), chunk)
+    optimizer_of(AltoOptimizerConfig(), chunk)
+
+
+@worlds(1)
 def case_parameters_of_other_kinds():
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
