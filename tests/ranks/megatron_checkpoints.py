@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: ski
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 from alto_distributed import ALTO
@@ -577,9 +578,18 @@ def wrong_in(folder, engine, keys):
     return wrong
 
 
+def sharded_param_state_fully_reshardable(self, *args):
+    """Has what the repaired method has."""
+    cumulative_padding_stripped = [0]
+    return cumulative_padding_stripped
+
+
+REPAIRED = sharded_param_state_fully_reshardable
+
+
 @worlds(2)
 def case_padding_between_buckets(directory):
-    """megatron-core 0.16.1 garbles states where it is, ours and Adam's, in what it saves as fully reshardable."""
+    """Megatron before August 2026 garbles states, ours and Adam's, in what it saves as fully reshardable."""
     run = RUNS["DP2, buckets"]
     folder = place(directory, "DP2, buckets", "fully")
     # Told of when the optimizer is built, and refused there if the format is known.
@@ -594,6 +604,11 @@ def case_padding_between_buckets(directory):
             if optimizer is None:
                 with pytest.raises(ValueError, match="writes wrong values into fully_reshardable.*dp_reshardable"):
                     save(engine, folder, "fully")
+                # Releases from 0.19 on have the property, and the fault: it is the repair that is asked for.
+                with mock.patch.object(DistributedOptimizer, "optimizer_state_keys", property(), create=True):
+                    assert formats.corrupts_fully_reshardable(engine.wrappers[0])
+                with mock.patch.object(DistributedOptimizer, REPAIRED.__name__, REPAIRED):
+                    assert not formats.corrupts_fully_reshardable(engine.wrappers[0])
             with mock.patch.object(formats, "corrupts_fully_reshardable", return_value=False):
                 save(engine, folder, "fully")
             assert wrong_in(folder, engine, ALTO.state_keys[: 2 if optimizer else 3])
