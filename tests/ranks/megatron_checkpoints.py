@@ -56,6 +56,7 @@ class Run:
     layout: Layout = Layout()  # noqa: RUF009
     distributed: bool = True
     bucket_size: int | None = None
+    overlap: bool = False  # also where bucket_size is set: without, there is one bucket
     options: tuple[tuple[str, object], ...] = ()
     tensors: tuple[str, ...] = ("model", "master", *ALTO.state_keys)
 
@@ -82,7 +83,7 @@ RUNS = {
     "DP2": Run(ALL_FORMATS),
     "DP2, scheduled": Run(("fully", "dp"), SCHEDULED),
     "TP2, FP32Optimizer, scheduled": Run(("replicated",), SCHEDULED, TP2, distributed=False),
-    "DP2, bf16": Run(("fully", "dp"), BF16),
+    "DP2, bf16": Run(("fully", "dp"), BF16, overlap=True),
     "DP2, fp16": Run(("fully",), FP16, options=SCALER),
     "DP2, buckets": Run(("dp", "dp zero"), bucket_size=6000),
     "DP2, buckets without padding": Run(("fully",), EVEN, bucket_size=4000),
@@ -111,7 +112,7 @@ def engine_for(run, optimizer=None, **options):
             run.job,
             run.layout,
             distributed=run.distributed,
-            overlap=run.bucket_size is not None,
+            overlap=run.overlap or run.bucket_size is not None,
             bucket_size=run.bucket_size,
             optimizer=config,
             same=not run.exact,  # what every rank computes alike is averaged exactly
@@ -247,16 +248,16 @@ def described(engine, about, is_loading=False):
 
 def save(engine, folder, kind, change=lambda state: state):
     """Save in one of the formats; ``change`` makes something else of what is saved."""
-    with gathered_parameters(engine):
-        if FORMATS[kind] is None:
+    if FORMATS[kind] is None:
+        with gathered_parameters(engine):
             save_files(engine, fresh(folder), change)
-        else:
-            about = metadata(kind)
-            state = described(engine, about)
-            state["optimizer"] = change(state["optimizer"])
-            content = {key: value for key, value in about.items() if key != "dp_cp_group"}
-            writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-            dist_checkpointing.save(state, fresh(folder), writer, content_metadata=content)
+    else:  # ALTO's optimizer gathers parameters itself
+        about = metadata(kind)
+        state = described(engine, about)
+        state["optimizer"] = change(state["optimizer"])
+        content = {key: value for key, value in about.items() if key != "dp_cp_group"}
+        writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        dist_checkpointing.save(state, fresh(folder), writer, content_metadata=content)
     dist.barrier()
 
 
