@@ -143,7 +143,8 @@ def _verdict(case, outcomes, log):
 
 
 def _notes(directory, module, world, rank):
-    return Path(directory) / f"{module}.{world}.{rank}.jsonl"
+    name = module.replace("tests.ranks.", "")  # of several modules, which together are long for a file's
+    return Path(directory) / f"{name}.{world}.{rank}.jsonl"
 
 
 def _read(directory, module, world, rank):

@@ -14,6 +14,7 @@ MODULES = ",".join(
         "nonfinite_megatron",
         "agreement_megatron",
         "megatron_checkpoints",
+        "megatron_overlap",
         "engines",  # the last: DeepSpeed comes in here
     )
 )
@@ -22,5 +23,5 @@ MODULES = ",".join(
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "case"), every_case(MODULES, 2, 1, 4))
 def test_megatron(world, case, directory):
-    launch(MODULES, 2, directory, timeout=1200)  # saves the checkpoints that the others load
+    launch(MODULES, 2, directory)  # saves the checkpoints that the others load
     check(MODULES, world, case, directory)

@@ -36,6 +36,7 @@ SETTINGS = [
     "logs.every=1",
     "logs.tensorboard=false",
     "logs.diagnostics_every=12",
+    "megatron.overlap=true",
 ]
 ENTRIES = {"deepspeed": ["-m", "alto_distributed"], "megatron": [str(REPO / "scripts" / "megatron_on_cpu.py")]}
 
@@ -244,6 +245,21 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, data, tmp_pa
     assert checkpoint_bits(into, EVERY) == checkpoint_bits(folder / engine, EVERY)  # the same seed twice
     assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)  # resumed and not
     assert records(into)[-1]["valid_loss"] == records(folder / engine)[-1]["valid_loss"]
+
+
+@pytest.mark.slow
+def test_stopped_between_evaluations_in_bf16_and_resumed(data, tmp_path):
+    """Megatron gathers the weights of a step in the forward pass after it, and here there is none before the save."""
+    settings = ["training.precision=bf16", "training.iterations=8", "evaluation.every=0", "checkpoints.every=4"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    # Without overlap, weights are whole after every step.
+    run([*torchrun(2), *arguments("megatron", data, whole, *settings, "megatron.overlap=false")])
+    for stop in (["--stop-at", "4"], []):
+        run([*torchrun(2), *arguments("megatron", data, stopped, *settings), *stop])
+    assert list(losses(whole)) == list(range(1, 9))
+    assert losses(stopped) == losses(whole)  # to the last digit
+    for step in (4, 8):
+        assert checkpoint_bits(stopped, step) == checkpoint_bits(whole, step)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from . import config as configs
 from .formats import CORRUPTED, corrupts_fully_reshardable, refuse_format
 from .gathering import agree, gather, require_gloo, scatter
 from .layout import main_parameters
+from .param_gather import WARNING, finish_param_gather, is_outstanding
 from .saved import has_third_state, take_over, told_apart
 from .versions import STATE_KEYS_ARE_A_PROPERTY
 
@@ -34,11 +35,16 @@ class AltoDistributedOptimizer(DistributedOptimizer):
         # Megatron's own map from a parameter to its place among the shards is wrong where dtypes mix in a group.
         self._alto_shards = dict(main_parameters(self))
         self._alto_describing = False  # a state_dict is being described, for loading into
+        self._alto_stepped = False
         if configs.of(self.config, "checkpoint_format"):
             refuse_format(self, configs.of(self.config, "checkpoint_format"), is_loading=False)
         elif corrupts_fully_reshardable(self):
             warnings.warn(f"do not save as fully_reshardable: {CORRUPTED}", stacklevel=5)
         self._alto_without_third = False  # grad_ema is left out, because it is missing or goes its own way
+
+    def step_with_ready_grads(self) -> bool:
+        self._alto_stepped = True
+        return bool(super().step_with_ready_grads())
 
     # -- which states ---------------------------------------------------------------------------------
 
@@ -80,7 +86,12 @@ class AltoDistributedOptimizer(DistributedOptimizer):
     # -- what is the same on all data-parallel ranks --------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups with their step count, and the loss scale; also on a rank that holds no shard."""
+        """Groups with their step count, and the loss scale; also on a rank that holds no shard.
+
+        Megatron-LM calls it on one rank alone, so it cannot gather weights; it warns.
+        """
+        if self._alto_stepped and not self._alto_describing and any(map(is_outstanding, self.model_chunks)):
+            warnings.warn(WARNING, stacklevel=2)
         groups = [{**group} for group in self.optimizer.param_groups]
         for group in groups:
             del group["params"]
@@ -120,6 +131,8 @@ class AltoDistributedOptimizer(DistributedOptimizer):
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         refuse_format(self, sharding_type or (metadata or {}).get("distrib_optim_sharding_type"), is_loading)
+        if not is_loading:
+            finish_param_gather(self.model_chunks)  # the model is saved with it
         self.optimizer.initialize_state()
         self._alto_describing = is_loading
         try:
@@ -133,6 +146,8 @@ class AltoDistributedOptimizer(DistributedOptimizer):
     ) -> Any:
         if use_gloo_comm:
             require_gloo(self)
+        if not empty_data:
+            finish_param_gather(self.model_chunks)
         self.optimizer.initialize_state()
         state = super().get_parameter_state_dp_zero(use_gloo_comm, empty_data, return_on_all_ranks)
         if not STATE_KEYS_ARE_A_PROPERTY and states.GRAD_EMA in self.optimizer_state_keys:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from types import CodeType
 from typing import Any
 
-from .versions import STATE_KEYS_ARE_A_PROPERTY
+import megatron.core
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 CORRUPTED = (
-    "megatron-core 0.16.1 writes wrong values into fully_reshardable checkpoints of this model, Adam's too: it has "
-    "several buckets, and padding between them. Save as dp_reshardable (leave out "
+    f"this megatron-core ({megatron.core.__version__}) writes wrong values into fully_reshardable checkpoints of this "
+    "model, Adam's too: it has several buckets, and padding between them. Megatron-LM repaired it on August 21, 2026 "
+    "(pull request 5077). Save as dp_reshardable (leave out "
     "--dist-ckpt-optim-fully-reshardable), or make the buckets fit: one bucket (a larger bucket_size, "
     "--ddp-bucket-size), or sizes of parameters that are multiples of 128. An embedding that is tied over pipeline "
     "stages has a bucket of its own in any case"
@@ -45,9 +49,9 @@ def refuse_format(wrapper: Any, name: str | None, is_loading: bool) -> None:
 
 
 def corrupts_fully_reshardable(wrapper: Any) -> bool:
-    """Whether a bucket begins elsewhere in the buffer than in the gathered tensor, which has no padding."""
-    if STATE_KEYS_ARE_A_PROPERTY:
-        return False  # mended there
+    """Whether a bucket begins elsewhere in the buffer than in the gathered tensor, and Megatron does not know."""
+    if allows_for_padding(inspect.unwrap(DistributedOptimizer.sharded_param_state_fully_reshardable).__code__):
+        return False
     for buffer in wrapper.buffers:
         unpadded = 0
         for bucket in buffer.buckets:
@@ -55,6 +59,14 @@ def corrupts_fully_reshardable(wrapper: Any) -> bool:
                 return True
             unpadded += bucket.numel_unpadded
     return False
+
+
+def allows_for_padding(code: CodeType) -> bool:
+    """Whether the method that cuts parameters out of the gathered tensor, which has no padding, has the repair.
+
+    No version number tells: the repair came to main between two releases. What it counts with does.
+    """
+    return "cumulative_padding_stripped" in (*code.co_varnames, *code.co_cellvars)
 
 
 def _some_rank_has_an_empty_bucket(wrapper: Any) -> bool:

@@ -29,6 +29,7 @@ from . import pretrain_checkpoint as checkpoint
 from .build import diagnostics
 from .config import AltoOptimizerConfig
 from .gpt2 import build_model, transformer_config
+from .param_gather import finish_param_gather
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -125,6 +126,7 @@ class MegatronEngine:
         return float(sums[0] / sums[1])
 
     def save(self, directory: Path) -> None:
+        finish_param_gather([self._model])
         metadata = self._metadata()
         state = self._described(metadata, is_loading=False)
         state["steps"] = self._steps
@@ -136,6 +138,15 @@ class MegatronEngine:
         self._module().load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])
         self._steps = loaded["steps"]
+        if self.run.megatron.distributed_optimizer:
+            self._weights_from_masters()
+
+    @torch.no_grad()
+    def _weights_from_masters(self) -> None:
+        """Round the float32 weights to the model's: version 0.1.0 saved a model that mixed two steps, with overlap."""
+        for wrapper in self._optimizer.chained_optimizers:
+            wrapper._copy_main_params_to_model_params()
+        self._model.start_param_sync(force_sync=True)
 
     def _described(self, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
         model = self._module().sharded_state_dict(metadata=metadata)

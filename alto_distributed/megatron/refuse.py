@@ -15,6 +15,9 @@ from . import config as configs
 #: What Megatron's scheduler and ours read from a parameter group.
 _OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "is_decoupled_lr")
 
+#: Fields of Megatron's TransformerConfig, from 0.18 on: experts as one parameter of TransformerEngine's.
+_PACKED = ("moe_single_grouped_weight", "moe_single_grouped_bias")
+
 
 def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], overrides: Any) -> None:
     """Raise a ValueError for the first thing that ALTO must not be used with."""
@@ -88,6 +91,12 @@ def _in_model(model_chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
                     "on expert parallelism; use SequentialMLP (leave out --moe-grouped-gemm) or TEGroupedMLP "
                     "(TransformerEngine installed, without --moe-use-legacy-grouped-gemm)"
                 )
+            for field in _PACKED:
+                if getattr(getattr(module, "config", None), field, False):
+                    yield (
+                        f"{field}=True packs all experts of a rank into one tensor, and a layer-wise ratio of it would "
+                        f"depend on expert parallelism; set {field}=False (leave out --{field.replace('_', '-')})"
+                    )
         for name, param in chunk.named_parameters():
             if is_dtensor(param):
                 yield f"{name} is a DTensor; use Megatron's own DistributedDataParallel"

@@ -17,7 +17,7 @@ from ..errors import UnsupportedVersion
 #: change between releases without notice.
 SUPPORTED_VERSIONS = ("0.16.1", "0.20.0")
 
-#: From 0.17 on the distributed optimizer asks one property for the names of its states. Before, two
+#: From 0.19 on the distributed optimizer asks one property for the names of its states. Before, two
 #: names are written out in the methods that gather and scatter, and a third state needs its own way.
 STATE_KEYS_ARE_A_PROPERTY = isinstance(getattr(DistributedOptimizer, "optimizer_state_keys", None), property)
 

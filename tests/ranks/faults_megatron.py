@@ -26,7 +26,7 @@ SHARD, OTHER = "__1_0.distcp", "__0_0.distcp"
 def run_of():
     model = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": skips.VOCABULARY, "dropout": 0.0}
     training = {"global_batch": 8, "micro_batch": 4, "precision": "fp32"}
-    layout = {"tensor_parallel": 2, "overlap": False}  # with two copies of the model rank 0 would write all of it
+    layout = {"tensor_parallel": 2, "overlap": True}  # with two copies of the model rank 0 would write all of it
     return parse({"engine": "megatron", "model": model, "training": training, "megatron": layout})
 
 

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: ski
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 from alto_distributed import ALTO
@@ -55,6 +56,7 @@ class Run:
     layout: Layout = Layout()  # noqa: RUF009
     distributed: bool = True
     bucket_size: int | None = None
+    overlap: bool = False  # also where bucket_size is set: without, there is one bucket
     options: tuple[tuple[str, object], ...] = ()
     tensors: tuple[str, ...] = ("model", "master", *ALTO.state_keys)
 
@@ -81,7 +83,7 @@ RUNS = {
     "DP2": Run(ALL_FORMATS),
     "DP2, scheduled": Run(("fully", "dp"), SCHEDULED),
     "TP2, FP32Optimizer, scheduled": Run(("replicated",), SCHEDULED, TP2, distributed=False),
-    "DP2, bf16": Run(("fully", "dp"), BF16),
+    "DP2, bf16": Run(("fully", "dp"), BF16, overlap=True),
     "DP2, fp16": Run(("fully",), FP16, options=SCALER),
     "DP2, buckets": Run(("dp", "dp zero"), bucket_size=6000),
     "DP2, buckets without padding": Run(("fully",), EVEN, bucket_size=4000),
@@ -110,7 +112,7 @@ def engine_for(run, optimizer=None, **options):
             run.job,
             run.layout,
             distributed=run.distributed,
-            overlap=run.bucket_size is not None,
+            overlap=run.overlap or run.bucket_size is not None,
             bucket_size=run.bucket_size,
             optimizer=config,
             same=not run.exact,  # what every rank computes alike is averaged exactly
@@ -246,16 +248,16 @@ def described(engine, about, is_loading=False):
 
 def save(engine, folder, kind, change=lambda state: state):
     """Save in one of the formats; ``change`` makes something else of what is saved."""
-    with gathered_parameters(engine):
-        if FORMATS[kind] is None:
+    if FORMATS[kind] is None:
+        with gathered_parameters(engine):
             save_files(engine, fresh(folder), change)
-        else:
-            about = metadata(kind)
-            state = described(engine, about)
-            state["optimizer"] = change(state["optimizer"])
-            content = {key: value for key, value in about.items() if key != "dp_cp_group"}
-            writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-            dist_checkpointing.save(state, fresh(folder), writer, content_metadata=content)
+    else:  # ALTO's optimizer gathers parameters itself
+        about = metadata(kind)
+        state = described(engine, about)
+        state["optimizer"] = change(state["optimizer"])
+        content = {key: value for key, value in about.items() if key != "dp_cp_group"}
+        writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        dist_checkpointing.save(state, fresh(folder), writer, content_metadata=content)
     dist.barrier()
 
 
@@ -577,9 +579,18 @@ def wrong_in(folder, engine, keys):
     return wrong
 
 
+def sharded_param_state_fully_reshardable(self, *args):
+    """Has what the repaired method has."""
+    cumulative_padding_stripped = [0]
+    return cumulative_padding_stripped
+
+
+REPAIRED = sharded_param_state_fully_reshardable
+
+
 @worlds(2)
 def case_padding_between_buckets(directory):
-    """megatron-core 0.16.1 garbles states where it is, ours and Adam's, in what it saves as fully reshardable."""
+    """Megatron before August 2026 garbles states, ours and Adam's, in what it saves as fully reshardable."""
     run = RUNS["DP2, buckets"]
     folder = place(directory, "DP2, buckets", "fully")
     # Told of when the optimizer is built, and refused there if the format is known.
@@ -594,6 +605,11 @@ def case_padding_between_buckets(directory):
             if optimizer is None:
                 with pytest.raises(ValueError, match="writes wrong values into fully_reshardable.*dp_reshardable"):
                     save(engine, folder, "fully")
+                # Releases from 0.19 on have the property, and the fault: it is the repair that is asked for.
+                with mock.patch.object(DistributedOptimizer, "optimizer_state_keys", property(), create=True):
+                    assert formats.corrupts_fully_reshardable(engine.wrappers[0])
+                with mock.patch.object(DistributedOptimizer, REPAIRED.__name__, REPAIRED):
+                    assert not formats.corrupts_fully_reshardable(engine.wrappers[0])
             with mock.patch.object(formats, "corrupts_fully_reshardable", return_value=False):
                 save(engine, folder, "fully")
             assert wrong_in(folder, engine, ALTO.state_keys[: 2 if optimizer else 3])

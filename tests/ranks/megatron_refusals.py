@@ -6,9 +6,12 @@ And the other side of it: what is accepted, and that nothing else is touched. No
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
+import os
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from ..launcher import worlds
 from ..megatron_gpt import Job, Layout, build, named_parameters, parallel  # it imports Megatron first, then ALTO
 
 # isort: split
+import megatron.core
 from megatron.core import fp8_utils, parallel_state
 from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -28,7 +32,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.experts import GroupedMLP
 
 from alto_distributed import ALTO
-from alto_distributed.megatron import AltoOptimizerConfig, altos, register, versions
+from alto_distributed.megatron import AltoOptimizerConfig, altos, formats, register, versions
 
 JOB = Job(layers=1)
 
@@ -220,6 +224,22 @@ def case_experts_packed_into_one_tensor():
 
 
 @worlds(1)
+def case_experts_packed_into_one_tensor_by_the_models_config():
+    """Fields of megatron-core 0.18 and later; in 0.16.1 only attributes of the config."""
+    chunk = model()
+    for field in ("moe_single_grouped_weight", "moe_single_grouped_bias"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunk.config, field, True, raising=False)
+            flag = field.replace("_", "-")
+            message = rf"{field}=True packs all experts of a rank into one tensor.*set {field}=False.*--{flag}\)"
+            refused(message, AltoOptimizerConfig(), chunk)
+            # Models made of several have several configs; those of the parts count.
+            patch.setattr(chunk, "config", None)
+            refused(message, AltoOptimizerConfig(), chunk)
+    optimizer_of(AltoOptimizerConfig(), chunk)
+
+
+@worlds(1)
 def case_parameters_of_other_kinds():
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
@@ -321,6 +341,40 @@ def case_an_unknown_version_is_not_registered_with():
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def code_of_method(path, name):
+    """The code of a method in a file that is not imported."""
+    codes = [compile(path.read_text(), str(path), "exec")]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if hasattr(inner, "co_name")]
+    (found,) = [code for code in codes if code.co_name == name]
+    return found
+
+
+@worlds(1)
+def case_the_repair_of_padding_is_looked_for_in_the_code():
+    """In what is installed, and in the tree of Megatron-LM that ALTO_MEGATRON_LM names, if there is one."""
+
+    def repaired(buffer):
+        cumulative_padding_stripped = [0]
+        return [cumulative_padding_stripped[-1] for _ in buffer]
+
+    def faulty(buffer):
+        return list(buffer)
+
+    assert formats.allows_for_padding(repaired.__code__)
+    assert not formats.allows_for_padding(faulty.__code__)
+    files = [Path(inspect.getfile(DistributedOptimizer))]
+    if os.environ.get("ALTO_MEGATRON_LM"):
+        files.append(Path(os.environ["ALTO_MEGATRON_LM"], "megatron/core/optimizer/distrib_optimizer.py"))
+    for file in files:
+        code = code_of_method(file, "sharded_param_state_fully_reshardable")
+        # What Megatron itself said of the fault, until it was repaired.
+        confessed = "It will be padded with zeros which can lead to" in file.read_text()
+        assert formats.allows_for_padding(code) == (not confessed), file
+    installed = DistributedOptimizer.sharded_param_state_fully_reshardable.__code__
+    assert formats.allows_for_padding(installed) == (megatron.core.__version__ != "0.16.1")
 
 
 def loaded(saved, config, message=None):
