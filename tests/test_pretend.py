@@ -7,7 +7,7 @@ from .launcher import EXHAUSTIVE, check, every_case, launch
 CORE = "tests.ranks.on_device,tests.ranks.sharded,tests.ranks.nonfinite,tests.ranks.agreement"
 CHECKPOINTS = "tests.ranks.checkpoints"
 # In this order: once DeepSpeed has been asked for float16 autocast, which we refuse, later engines have a GradScaler.
-ZERO = "tests.ranks.nonfinite_deepspeed,tests.ranks.zero"
+ZERO = "tests.ranks.nonfinite_deepspeed,tests.ranks.on_device_deepspeed,tests.ranks.zero"
 ZERO_CHECKPOINTS = "tests.ranks.zero_checkpoints"
 
 exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")

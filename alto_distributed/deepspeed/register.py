@@ -20,7 +20,7 @@ from ..groups import whole_shape
 from ..optimizer import ALTO
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
-from . import checkpoint
+from . import checkpoint, offload_states
 from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters
 from .layout import LayoutBuilder
 from .monitor import monitor_events
@@ -44,6 +44,7 @@ def register() -> None:
     for wrapper in (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer, _take_model_step):
         wrap_method(DeepSpeedEngine, wrapper.__name__, wrapper)
     checkpoint.install()
+    offload_states.install()
 
 
 def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any, parameters: list[Any]) -> None:
