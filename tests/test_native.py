@@ -523,3 +523,20 @@ def test_phase_two_works_on_the_pieces_it_is_given():
     assert same_bits(one.param, expected[0])
     assert same_bits(other.param, expected[1])
     assert native._waiting is None  # or gradients would be kept for as long as the process lives
+
+
+def test_one_thread_for_many_elements_is_told_once(monkeypatch):
+    """torchrun sets OMP_NUM_THREADS=1, and nobody notices that steps of offloaded states take many times as long."""
+    monkeypatch.setattr(native, "_MANY", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    native._warn_of_one_thread.cache_clear()
+    p = torch.ones(101)
+    p.grad = torch.ones(101)
+    optimizer = ALTO([p], kernel="native")
+    with pytest.warns(UserWarning, match=r"more than 100 elements on one thread, and this process may use 8 cores"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    native._warn_of_one_thread.cache_clear()

@@ -26,7 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # is
 from megatron.core.utils import unwrap_model  # isort: skip
 
 from alto_distributed import ALTO
-from alto_distributed.megatron import formats
+from alto_distributed.megatron import formats, gathering
 
 from ..launcher import EXHAUSTIVE, worlds
 
@@ -34,6 +34,8 @@ from ..launcher import EXHAUSTIVE, worlds
 filesystem_async._results_queue = queue.Queue()
 
 BEFORE, AFTER = 3, 3
+
+gathering._AT_A_TIME = 500  # many parts of each bucket, also of these small ones
 
 FULLY = {"distrib_optim_sharding_type": "fully_reshardable"}
 BY_GLOO = {**FULLY, "distrib_optim_fully_reshardable_mem_efficient": True}
