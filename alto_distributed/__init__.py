@@ -14,7 +14,7 @@ from .optimizer import ALTO
 from .registration import register
 from .sharding import LogicalParameter, Segment, ShardLayout
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 __all__ = [
     "ALTO",
