@@ -36,7 +36,9 @@ def enough(world):
 
 def here():
     """This rank's device."""
-    return torch.device("cpu") if NAME == "cpu" else torch.device(NAME, int(os.environ["LOCAL_RANK"]))
+    if NAME == "cpu":
+        return torch.device("cpu")
+    return torch.device(NAME, int(os.environ["LOCAL_RANK"]) % torch.get_device_module(NAME).device_count())
 
 
 def connect():

@@ -96,12 +96,21 @@ def without_compiling():
 
 
 @functools.cache
-def launch(module, world, directory, timeout=1200, device=None):
-    """Start the ranks once; returns {case: None or what went wrong}. ``device`` overrides DEVICE (tests/devices.py)."""
+def launch(module, world, directory, timeout=1200, device=None, **more):
+    """Start the ranks once; returns {case: None or what went wrong}.
+
+    Args:
+        module: whose cases; several with commas between them.
+        world: how many ranks.
+        directory: where they leave their files.
+        timeout: seconds.
+        device: overrides DEVICE (tests/devices.py).
+        **more: variables for the ranks.
+    """
     command = [sys.executable, "-m", "tests.launcher", module, str(world), str(directory)]
     with tempfile.TemporaryFile("w+") as output:  # no pipe: processes that ranks leave behind would keep it open
         streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        variables = environment(device)
+        variables = environment(device, **more)
         process = subprocess.Popen(command, cwd=REPO, env=variables, start_new_session=True, **streams)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
@@ -125,11 +134,11 @@ def every_case(module, *world_sizes):
     ]
 
 
-def check(module, world, case, directory, device=None):
+def check(module, world, case, directory, device=None, **more):
     """Fail the test if the case did, with what its ranks said."""
     import pytest
 
-    problem = launch(module, world, directory, device=device)[case]
+    problem = launch(module, world, directory, device=device, **more)[case]
     if problem:
         pytest.fail(problem, pytrace=False)
 

@@ -40,3 +40,23 @@ def test_zero(world, case, directory):
 @pytest.mark.parametrize(("world", "case"), every_case(ZERO_CHECKPOINTS, 2))
 def test_zero_checkpoints(world, case, directory):
     check(ZERO_CHECKPOINTS, world, case, directory, device="pretend")
+
+
+PROGRAM = "tests.ranks.pretrain_deepspeed"
+
+
+@exhaustive
+@pytest.mark.parametrize(("world", "case"), every_case(PROGRAM, 2))
+def test_the_training_programs_deepspeed_engine(world, case, directory):
+    check(PROGRAM, world, case, directory, device="pretend")
+
+
+def test_one_visible_device_for_each_rank(directory):
+    """As some schedulers have it: LOCAL_RANK is not the number of the device then."""
+    case = "case_the_device_is_set_before_the_first_collective"
+    check(PROGRAM, 2, case, directory, device="pretend", PRETEND_DEVICES="1", ALTO_CASES=case)
+
+
+def test_a_backend_without_float64(directory):
+    case = "case_fsdp2_in_float32_stays_within_rounding"
+    check("tests.ranks.sharded", 2, case, directory, device="pretend", PRETEND_NO_FLOAT64="1", ALTO_CASES=case)

@@ -40,13 +40,23 @@ def build(run: Run) -> PretrainEngine:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} not set: start the run with torchrun, deepspeed or mpirun")
-    # Before the first collective: NCCL refuses a tensor on another device than the one this rank is bound to.
-    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    _set_device()
     with _nothing_compiled():
         limit = timedelta(seconds=run.training.timeout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=limit)
     same_settings(run)
     return PretrainEngine(run)
+
+
+def _set_device() -> None:
+    """Before the first collective: NCCL refuses a tensor on another device than the one this rank is bound to."""
+    accelerator = get_accelerator()
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if accelerator.device_name() != "cpu":
+        # Some schedulers show each task its own GPU only, as number 0. DeepSpeed goes by LOCAL_RANK as well.
+        index %= accelerator.device_count()
+        os.environ["LOCAL_RANK"] = str(index)
+    accelerator.set_device(index)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from alto_distributed.pretrain import optimizers
 from alto_distributed.pretrain.config import parse
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
 
+from .. import devices
 from ..launcher import EXHAUSTIVE, REPO, worlds
 
 # Half precision runs on any CPU in torch; DeepSpeed asks for hardware support, which this is not about.
@@ -89,9 +90,9 @@ def weights(engine):
     out = {}
     for name, p in engine.module.named_parameters():
         if engine._engine.zero_optimization():
-            out[name] = safe_get_full_fp32_param(p).clone()
+            out[name] = safe_get_full_fp32_param(p).cpu().clone()
         else:
-            out[name] = p.detach().float().clone()
+            out[name] = p.detach().float().cpu().clone()
     return out
 
 
@@ -151,7 +152,7 @@ def case_the_device_is_set_before_the_first_collective():
             patch.setattr(dist, name, noting("collective", getattr(dist, name)))
         with engine_of(run_of()):
             pass
-    assert seen[0] == ("set_device", dist.get_rank())
+    assert seen[0] == ("set_device", devices.here().index if devices.NAME != "cpu" else dist.get_rank())
     assert "collective" in {what for what, *_ in seen}
 
 
