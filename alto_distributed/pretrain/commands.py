@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
+from ..sharding.shutdown import shutdown
 from . import config, estimate, memory, ranks, report
 from .checkpoints import Checkpoints
 from .config import Run
@@ -100,6 +101,7 @@ def _pretrain(options: argparse.Namespace) -> None:
 
     try:
         steps = train(run, directory, options.stop_at)
+        shutdown()
     except RuntimeError as error:
         reason = ranks.lost_contact(error)
         if reason is None:
