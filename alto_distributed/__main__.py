@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from .registration import register
+from .sharding.shutdown import leave
 
 #: Ours, in alto_distributed.pretrain; anything else is a script.
 COMMANDS = ("prepare", "pretrain", "compare", "report", "estimate")
@@ -29,6 +30,7 @@ def main() -> None:
         from .pretrain.commands import main as command
 
         command([sys.argv[1], *rank, *sys.argv[2:]])
+        leave()
         return
     script = Path(sys.argv[1])
     if not script.is_file():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from alto_distributed.sharding.layout import LogicalParameter
 from alto_distributed.sharding.norms import NormTable
+from alto_distributed.sharding.shutdown import leave
 
 
 def main(parameters: int, rounds: int) -> None:
@@ -29,8 +30,8 @@ def main(parameters: int, rounds: int) -> None:
         size = table.zeros(device).nbytes
         report = {"ranks": dist.get_world_size(), "parameters": parameters, "bytes": size}
         print(json.dumps({**report, "seconds": statistics.median(taken), "collectives": table.collectives}))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
+    leave()

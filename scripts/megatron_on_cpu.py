@@ -283,6 +283,8 @@ def _norms_for_sequence_parallel() -> None:
 
 if __name__ == "__main__":
     from alto_distributed.__main__ import main
+    from alto_distributed.sharding.shutdown import leave
 
     install_for_pretraining()
     main()
+    leave()

@@ -233,10 +233,12 @@ def _rank_main(module, directory):
     import torch
     import torch.distributed as dist
 
+    from alto_distributed.sharding.shutdown import shutdown
+
     from . import devices
 
     devices.connect()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, failed = dist.get_rank(), dist.get_world_size(), False
     with _notes(directory, module, world, rank).open("w") as notes:
         for home, name in cases_of(module, world):
             if os.environ.get("ALTO_CASES", "") not in name:
@@ -252,7 +254,9 @@ def _rank_main(module, directory):
             notes.flush()
             if not _all_through(name, world):
                 os._exit(1)
-    dist.destroy_process_group()
+            failed = failed or bool(problem)
+    if not failed:  # else a collective may still be waiting for another rank
+        shutdown()
 
 
 if __name__ == "__main__":

@@ -104,7 +104,9 @@ config = {"train_batch_size": 1, "optimizer": {"type": "ALTO"}, "zero_optimizati
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 2), config=config)
 assert type(engine.basic_optimizer) is alto_distributed.ALTO
 engine.destroy()
-torch.distributed.destroy_process_group()
+del engine
+from alto_distributed.sharding.shutdown import leave
+leave()
 """
 ORDERS = {
     "DeepSpeed first": "import deepspeed\nimport alto_distributed\nalto_distributed.register()",

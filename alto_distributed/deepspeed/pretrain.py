@@ -162,7 +162,6 @@ class PretrainEngine:
         return optimizer.diagnostics() if isinstance(optimizer, ALTO) else {}
 
     def close(self) -> None:
-        """Give back DeepSpeed's memory and hooks, for another engine in the same process."""
         self._engine.destroy()
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -166,6 +166,11 @@ class MegatronEngine:
     def diagnostics(self) -> Mapping[str, Reading]:
         return diagnostics(self._optimizer)
 
+    def close(self) -> None:
+        # Gradient hooks hold the wrapper in a cycle through autograd, which the collector cannot see. The wrapper holds
+        # the model, its buffers and all process groups.
+        vars(self._model).clear()
+
 
 def optimizer_config(run: Run, dtype: torch.dtype) -> OptimizerConfig:
     """Megatron's configuration of a run's optimizer.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..sharding.lost_rank import lost_rank
+from ..sharding.shutdown import shutdown
 from . import config, estimate, memory, report
 from .checkpoints import Checkpoints
 from .config import Run
@@ -101,6 +102,7 @@ def _pretrain(options: argparse.Namespace) -> None:
 
     try:
         steps = train(run, directory, options.stop_at)
+        shutdown()
     except RuntimeError as error:
         reason = lost_rank(error)
         if reason is None:

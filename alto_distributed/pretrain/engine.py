@@ -51,6 +51,9 @@ class Engine(Protocol):
     def diagnostics(self) -> Mapping[str, Reading]:
         """ALTO's readings of the parameters that this rank knows about; empty for other optimizers."""
 
+    def close(self) -> None:
+        """Give back the framework's memory and hooks. The engine cannot be used afterwards."""
+
 
 def build(run: Run) -> Engine:
     """The engine that a run names, with freshly initialised weights. Called by all ranks."""

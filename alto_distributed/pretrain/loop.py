@@ -93,6 +93,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
                 watch.restart()
         if step < run.training.iterations:
             log.say(f"step {step}: stopped as asked; the same command goes on from here")
+    engine.close()
     return step
 
 

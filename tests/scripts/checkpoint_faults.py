@@ -34,6 +34,7 @@ from alto_distributed.pretrain.checkpoints import Checkpoints
 from alto_distributed.pretrain.config import parse
 from alto_distributed.pretrain.together import on_first_rank
 from alto_distributed.pretrain.writing import describe, wrote
+from alto_distributed.sharding.shutdown import shutdown
 
 WORLD = 2
 #: Parts of a save, as rank 0 sees them.
@@ -210,7 +211,7 @@ def rank_main(rank, engine_name, directory, meeting, board, victims, point, afte
         if (notes / f"{step}.{rank}").read_text() != fingerprint(engine):
             raise SystemExit(f"rank {rank}: what was loaded is not what was saved at step {step}")
     if only_load:
-        dist.barrier()
+        shutdown()
         return
     enter, done = watch(board, rank, victims, point, after)
     save = engine.save

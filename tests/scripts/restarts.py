@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from alto_distributed.pretrain.meeting import meet_anew
+from alto_distributed.sharding.shutdown import shutdown
 
 notes = Path(sys.argv[1])
 meet_anew(30)
@@ -26,5 +27,5 @@ if begun == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)  # until torchrun ends it: its agent restarts it, and does not count that as a failure of its own
 dist.all_reduce(ranks)
-dist.destroy_process_group()
+shutdown()
 (notes / f"ended-{begun}-rank-{os.environ['RANK']}").write_text(str(ranks.item()))

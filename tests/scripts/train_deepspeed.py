@@ -73,6 +73,7 @@ def train(config, steps):
 if __name__ == "__main__":
     import deepspeed
 
+    from alto_distributed.sharding.shutdown import leave
     from tests.launcher import without_compiling
 
     without_compiling()
@@ -87,8 +88,4 @@ if __name__ == "__main__":
     reports = {path: train(path, args.steps) for path in args.deepspeed_config}
     if deepspeed.comm.get_rank() == 0:
         print("REPORT " + json.dumps({"argv": sys.argv, "local_rank": args.local_rank, "reports": reports}), flush=True)
-    deepspeed.comm.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    if "mpi4py" not in sys.modules:  # which must say goodbye to mpirun
-        os._exit(0)  # seen once, on a busy machine: std::terminate in the libraries' own end
+    leave()

@@ -98,9 +98,10 @@ def main():
         whole = sum(param.numel() for param in model.parameters())
         names = {"wrapper": type(wrapper).__name__, "optimizer": type(wrapper.optimizer).__name__}
         print(json.dumps({"world": dist.get_world_size(), "share": elements / whole, **names}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    from alto_distributed.sharding.shutdown import leave
+
     main()
+    leave()

@@ -87,6 +87,7 @@ def with_accelerate(args):
 
 
 if __name__ == "__main__":
+    from alto_distributed.sharding.shutdown import leave
     from tests.launcher import without_compiling
 
     without_compiling()
@@ -103,3 +104,4 @@ if __name__ == "__main__":
         # all of the data. This is all that two CPU ranks need to be treated as two GPUs are.
         PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
     (with_accelerate if args.own_loop else with_trainer)(args)
+    leave()
