@@ -1,6 +1,7 @@
 """The device that rank tests run on: ``DEVICE=cpu`` (the default), ``pretend`` (see tests/pretend) or ``cuda``."""
 
 import os
+import platform
 
 import torch
 
@@ -58,3 +59,25 @@ def mesh(*shape, names=None):
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(NAME, shape, mesh_dim_names=names)
+
+
+def report():
+    """What a report on a device begins with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import alto_distributed
+
+    print(f"alto_distributed {alto_distributed.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    for name in ("torch", "triton", "deepspeed", "megatron-core", "transformer-engine"):
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} is not installed")
+    if NAME == "cuda":
+        print(f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, NCCL {torch.cuda.nccl.version()}")
+        for index in range(torch.cuda.device_count()):
+            print(f"cuda:{index} {torch.cuda.get_device_name(index)}, {torch.cuda.get_device_capability(index)}")
+
+
+if __name__ == "__main__":
+    report()

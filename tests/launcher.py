@@ -138,6 +138,10 @@ def check(module, world, case, directory, device=None, **more):
     """Fail the test if the case did, with what its ranks said."""
     import pytest
 
+    from . import devices
+
+    if not devices.enough(world):
+        pytest.skip(f"there are fewer than {world} GPUs")
     problem = launch(module, world, directory, device=device, **more)[case]
     if problem:
         pytest.fail(problem, pytrace=False)
@@ -182,15 +186,15 @@ def _main(modules, world, directory):
 
     from . import devices
 
-    devices.install(modules)
-    for module in modules.split(","):
-        importlib.import_module(module)
-    if "deepspeed" in sys.modules:
-        without_compiling()
+    start = _fork
+    if devices.NAME == "cuda" or os.environ.get("SPAWN_RANKS"):
+        start = _spawn  # CUDA does not live through a fork, and importing a framework may touch it
+    else:
+        _import(modules)
     meeting = socket.create_server(("127.0.0.1", 0))  # before the fork, so that ranks know where; the store comes after
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.getsockname()[1])}
     where.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), TORCHELASTIC_USE_AGENT_STORE="True")
-    ranks = [_fork(modules, directory, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
+    ranks = [start(modules, directory, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
     failed = True
     try:
         # Not libuv's: it cannot take over a socket in every torch that is supported.
@@ -229,6 +233,23 @@ def _fork(modules, directory, variables):
         os._exit(code)
 
 
+def _import(modules):
+    """What a rank needs before its cases."""
+    from . import devices
+
+    devices.install(modules)
+    for module in modules.split(","):
+        importlib.import_module(module)
+    if "deepspeed" in sys.modules:
+        without_compiling()
+
+
+def _spawn(modules, directory, variables):
+    """The same, in a process that begins anew."""
+    command = [sys.executable, "-m", "tests.launcher", modules, "rank", directory]
+    return os.posix_spawn(sys.executable, command, {**os.environ, **variables})
+
+
 def _rank_main(module, directory):
     import torch
     import torch.distributed as dist
@@ -260,4 +281,8 @@ def _rank_main(module, directory):
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    if sys.argv[2] == "rank":
+        _import(sys.argv[1])
+        _rank_main(sys.argv[1], sys.argv[3])
+    else:
+        _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
