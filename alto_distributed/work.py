@@ -62,11 +62,12 @@ def check_fit(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]
 
     A kernel that went by the old sizes would write into memory that belongs to something else.
     """
+    shape, device = param.shape, param.device
     for key in keys:
         value = state.get(key)
-        if value is not None and (value.shape != param.shape or value.device != param.device):
+        if value is not None and (value.shape != shape or value.device != device):
             raise MisfittingTensor(
-                f"a parameter of shape {tuple(param.shape)} on {param.device} has {key} of shape {tuple(value.shape)} "
+                f"a parameter of shape {tuple(shape)} on {device} has {key} of shape {tuple(value.shape)} "
                 f"on {value.device}: its data was replaced or moved after a step. Build a new optimizer for it"
             )
     here = local(param)
