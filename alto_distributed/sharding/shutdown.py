@@ -47,9 +47,9 @@ def shutdown() -> None:
 def leave() -> None:
     """The last line of a program that has succeeded: :func:`shutdown`, and the exit if threads remain.
 
-    They remain where a framework never lets go of a group. DeepSpeed's stage 3 and FSDP2 hold theirs in caches and in
-    cycles through autograd, which the collector cannot see. The interpreter must not shut down then. So this does what
-    comes before that, in the same order: threads, exit handlers, output.
+    They remain where a framework never drops a group: DeepSpeed's stage 3, whose caches and autograd hooks keep the
+    engine, and a DeviceMesh, which FSDP2 has. The interpreter must not shut down then. So this does what comes before
+    that, in the same order: threads, exit handlers, output.
     """
     shutdown()
     if not worker_threads():

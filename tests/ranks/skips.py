@@ -31,6 +31,9 @@ class Poisoned:
         self._step += 1
         return self._engine.train(micro_batches, lr)
 
+    def close(self):
+        """Not the engine: the next run may have the same."""
+
     def _hook(self, grad):
         if self._step in self._bad and dist.get_rank() == dist.get_world_size() - 1:
             grad = grad.clone()
