@@ -9,10 +9,13 @@ As a program it runs a training script of Megatron's, with ALTO at hand, on the 
     torchrun --nproc-per-node 2 scripts/megatron_on_cpu.py Megatron-LM/pretrain_gpt.py --optimizer alto ...
 
 which is ``torchrun --nproc-per-node 2 -m alto_distributed Megatron-LM/pretrain_gpt.py --optimizer alto ...`` after
-:func:`install` and :func:`install_for_pretraining`.
+:func:`install`, :func:`install_for_pretraining` and :func:`norms_for_sequence_parallel`.
 
 Never use it where there is a GPU; :func:`install` refuses. Nothing of ALTO's depends on it, and it knows nothing of
 ALTO (the runner apart): what runs under it is Megatron's own code, with its tensors in main memory.
+
+Beside each stand-in a line says what a GPU user has instead. tests/pretend/megatron.py needs two of them, on a device
+that has the rules of CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -50,29 +53,27 @@ def install() -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: call megatron_on_cpu.install() before that")
     torch.cuda.stands_in_for_a_gpu = True
-    # Megatron compiles small functions with inductor, which takes longer here than all that is run with them.
+    # Megatron compiles small functions with inductor, which takes longer here than all that is run with them. On a GPU:
+    # compiled. None of them is ours, and ALTO's step is not compiled.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _devices()
     _random_numbers()
     _streams()
-    moe, norm = "megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.torch_norm"
-    again = "megatron.core.tensor_parallel.random"
-    sys.meta_path.insert(
-        0, AfterImport({moe: _experts, norm: _norms_for_sequence_parallel, again: _devices_of_recomputation})
-    )
+    moe, again = "megatron.core.transformer.moe.moe_utils", "megatron.core.tensor_parallel.random"
+    sys.meta_path.insert(0, AfterImport({moe: _experts, again: devices_of_recomputation}))
 
 
 def install_for_pretraining() -> None:
     """What Megatron-LM's own scripts (``megatron.training``) need on top of :func:`install`."""
     install()
-    # Megatron-LM's main branch is written for Python 3.12; this is all it takes for 3.11.
+    # Megatron-LM's main branch is written for Python 3.12; this is all it takes for 3.11. On a GPU: the same.
     typing.override = getattr(typing, "override", lambda method: method)
-    # With no device to count, they do not set up model parallelism.
+    # With no device to count, they do not set up model parallelism. On a GPU: as many as there are.
     torch.cuda.device_count = lambda: 1
-    # For messages, and to choose kernels that are not used here.
+    # For messages, and to choose kernels that are not used here. On a GPU: its own.
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
     torch.cuda.get_device_properties = lambda device=None: _Properties()
-    # Asked for in every log line.
+    # Asked for in every log line. On a GPU: real figures.
     torch.cuda.memory_stats = lambda device=None: collections.defaultdict(int)
     actions = {
         "megatron.core.datasets": _index_builder_of_the_wheel,
@@ -82,18 +83,31 @@ def install_for_pretraining() -> None:
     sys.meta_path.insert(0, AfterImport(actions))
 
 
+def norms_for_sequence_parallel() -> None:
+    """Mark torch's norms, so that Megatron sums their gradients over tensor-parallel ranks. Call it before the import.
+
+    On a GPU: norms of Apex or TransformerEngine; without both, Megatron's wrapper of torch's norm refuses sequence
+    parallelism. The training program does not need this: it has norms of its own.
+    """
+    sys.meta_path.insert(0, AfterImport({"megatron.core.transformer.torch_norm": _norms_with_the_mark}))
+
+
 # -- devices and types -------------------------------------------------------------------------------------
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Every call that asks for the device "cuda", by name or by argument, gets the CPU."""
+    """Every call that asks for the device "cuda", by name or by argument, gets the CPU.
+
+    On a GPU: tensors there, and errors where host and device meet. tests/pretend/megatron.py has those rules.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Pinning memory needs a GPU to pin it for.
+        # Pinning memory needs a GPU to pin it for. There copies from it run beside the host, which must wait for them.
         kwargs = {name: _cpu_for_cuda(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         result = func(*map(_cpu_for_cuda, args), **kwargs)
         if func == torch.Tensor.type and isinstance(result, str):
-            # The optimizers sort parameters by the names of their tensor types, and know those of CUDA alone.
+            # The optimizers sort parameters by the names of their tensor types, and know those of CUDA alone. On a GPU
+            # the names are these.
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
@@ -108,7 +122,7 @@ def _cpu_for_cuda(value: Any) -> Any:
 
 def _devices() -> None:
     _CudaIsCpu().__enter__()  # for the rest of the process
-    # Megatron allocates on "the current device" everywhere.
+    # Megatron allocates on "the current device" everywhere. On a GPU: a number, which the program must have set before.
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.set_device = lambda device: None
     torch.Tensor.cuda = lambda self, *_, **__: self
@@ -120,7 +134,7 @@ def _devices() -> None:
 
 
 class _OneGenerator:
-    """The generator of the CPU, whatever the index of the GPU."""
+    """The generator of the CPU, whatever the index of the GPU. A GPU has its own, so dropout draws other numbers."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -134,10 +148,10 @@ def _random_numbers() -> None:
         # Not torch.manual_seed, which calls these.
         module.manual_seed = lambda seed: generator.manual_seed(seed)
     torch.cuda.default_generators = _OneGenerator()
-    # Megatron sets states through these two; torch would keep the call until a GPU turns up.
+    # Megatron sets states through these two; torch would keep the call until a GPU turns up. On a GPU: done at once.
     torch.cuda._lazy_call = lambda call, **_: call()
     torch.cuda._lazy_init = lambda: None
-    # Megatron warns when the CPU's generator moved while a GPU's was in use; here they are one.
+    # Megatron warns when the CPU's generator moved while a GPU's was in use; here they are one. On a GPU: no warning.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -147,7 +161,10 @@ def _random_numbers() -> None:
 
 
 class _Stream:
-    """A queue of work that is always done, because nothing runs beside anything here."""
+    """A queue of work that is always done, because nothing runs beside anything here.
+
+    On a GPU: work that is not waited for may not be done. Neither this nor tests/pretend can show that.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -208,14 +225,18 @@ class _Properties:
 def _initialize_without_a_gpu() -> None:
     from megatron.training import initialize
 
-    # It asks for a GPU before anything else, and its callers do not use its way out.
+    # It asks for a GPU before anything else, and its callers do not use its way out. On a GPU: there is one.
     initialize.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
-    # Kernels for GPUs; and an index builder for data sets, which would be written into the tree (see below).
+    # Kernels for GPUs; and an index builder for data sets, which would be written into the tree (see below). On a GPU:
+    # compiled at the first start.
     initialize._compile_dependencies = lambda: None
 
 
 def _fork_to_save() -> None:
-    """A spawned process imports the script again, without what stands in here, and main's does not import so."""
+    """A spawned process imports the script again, without what stands in here, and main's does not import so.
+
+    On a GPU: spawned, by Megatron-LM's scripts. Our own saves start no process (megatron/pretrain_checkpoint.py).
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if hasattr(filesystem_async, "get_write_results_queue"):
@@ -223,7 +244,7 @@ def _fork_to_save() -> None:
 
 
 def _index_builder_of_the_wheel() -> None:
-    """The compiled module that is not in the tree comes with the installed megatron-core."""
+    """The compiled module that is not in the tree comes with the installed megatron-core. On a GPU: it is compiled."""
     import megatron.core.datasets
 
     compiled = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")
@@ -233,39 +254,50 @@ def _index_builder_of_the_wheel() -> None:
 # -- Megatron itself ---------------------------------------------------------------------------------------
 
 
-def _devices_of_recomputation() -> None:
-    """Autograd leaves the modes of torch functions behind, and in a backward pass layers may be computed again."""
+def devices_of_recomputation(mode: type[TorchFunctionMode] = _CudaIsCpu) -> None:
+    """Autograd leaves the modes of torch functions behind, and in a backward pass layers may be computed again.
+
+    On a GPU: there is no mode, and "cuda" is what it says.
+
+    Args:
+        mode: what says which device "cuda" is.
+    """
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
     backward = CheckpointFunction.backward
 
     def with_our_devices(ctx: Any, *grads: Any) -> Any:
-        with _CudaIsCpu():
+        with mode():
             return backward(ctx, *grads)
 
     CheckpointFunction.backward = staticmethod(with_our_devices)
 
 
-def _experts() -> None:
+def names_of_transformer_engine() -> None:
+    """0.16.1 asks whether this name is None, and without TransformerEngine has not defined it.
+
+    On a GPU: without TransformerEngine the same NameError, in any model with experts. It is Megatron's to mend.
+    """
     from megatron.core.transformer.moe import moe_utils
 
-    # The router of 0.16.1 asks whether this is None, and has not defined it where there is no TransformerEngine.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+
+def _experts() -> None:
+    """Megatron makes arrays, which its collectives want, only of what comes from a GPU. On a GPU: it makes them."""
+    names_of_transformer_engine()
+    from megatron.core.transformer.moe import moe_utils
+
     move = moe_utils.maybe_move_tensor_to_cpu
 
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """The original makes an array, which the collectives want, only of what comes from a GPU."""
         moved = move(tensor, as_numpy, record_stream)
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     moe_utils.maybe_move_tensor_to_cpu = move_to_cpu
 
 
-def _norms_for_sequence_parallel() -> None:
-    """Without Apex and TransformerEngine there is only torch's norm, and its wrapper refuses sequence parallelism.
-
-    All that is missing is the mark on its weights which has their gradients summed over the tensor-parallel ranks.
-    """
+def _norms_with_the_mark() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     build = WrappedTorchNorm.__new__
@@ -286,5 +318,7 @@ if __name__ == "__main__":
     from alto_distributed.sharding.shutdown import leave
 
     install_for_pretraining()
+    if sys.argv[1:2] != ["pretrain"]:
+        norms_for_sequence_parallel()
     main()
     leave()

@@ -21,11 +21,13 @@ def install(modules):
     """
     if NAME == "pretend":
         from . import pretend
-        from .pretend import deepspeed
+        from .pretend import deepspeed, megatron
 
         pretend.install()
         if any(word in modules for word in ("zero", "deepspeed")):
             deepspeed.install()
+        if "megatron" in modules:
+            megatron.install()
         if not os.environ.get("PRETEND_NO_FLOAT64"):
             collective.FLOAT64_BACKENDS.add(NAME)
 

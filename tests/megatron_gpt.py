@@ -18,9 +18,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from scripts.megatron_on_cpu import install
+from scripts.megatron_on_cpu import install, norms_for_sequence_parallel
+
+from . import devices
 
 install()
+norms_for_sequence_parallel()
 warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|torch.jit.script|torch.distributed._)")
 
 from megatron.core import parallel_state
@@ -190,6 +193,7 @@ def build(job, layout=Layout()):  # noqa: B008
             p.requires_grad_(bool(re.search(job.trained, name)))
             with torch.no_grad():
                 p.copy_(piece_of(whole_weights(name, p), name, p))
+        model.to(devices.here())
         chunks.append(Float16Module(config, model) if job.precision != torch.float32 else model)
     return chunks
 
@@ -257,11 +261,12 @@ def microbatches(step):
     """Tokens and labels of the whole world, per microbatch."""
     generator = torch.Generator().manual_seed(100 + step)
     text = torch.randint(0, VOCABULARY, (MICROBATCHES, SEQUENCES, SEQUENCE + 1), generator=generator)
+    text = text.to(devices.here())
     return [{"tokens": x[:, :-1], "labels": x[:, 1:], "positions": _positions(x)} for x in text]
 
 
 def _positions(text):
-    return torch.arange(SEQUENCE).expand(len(text), -1)
+    return torch.arange(SEQUENCE, device=text.device).expand(len(text), -1)
 
 
 def mine(batch, same=False):
@@ -329,14 +334,22 @@ def set_hyperparameters(job, optimizer, step):
 
 
 def whole_model(job):
-    """Trained parameters of the whole model, by name, before the first step."""
+    """Trained parameters of the whole model, by name, before the first step. On the host."""
     with parallel(Layout()):
-        return {name: p.detach().clone() for name, p in named_parameters(build(job)) if p.requires_grad}
+        return {name: on_host(p) for name, p in named_parameters(build(job)) if p.requires_grad}
+
+
+def on_host(tensor):
+    """A copy to compare."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 @functools.cache
 def reference(job, make: Callable[..., torch.optim.Optimizer] | None = None):
-    """The same training by one rank, with whole parameters, plain autograd and the plain optimizer."""
+    """The same training by one rank, with whole parameters, plain autograd and the plain optimizer.
+
+    The result is on the host.
+    """
     with parallel(Layout()):
         (model,) = build(job)
         groups = alto_groups(model)
@@ -351,10 +364,10 @@ def reference(job, make: Callable[..., torch.optim.Optimizer] | None = None):
                 loss.backward()
                 losses[-1] += loss.item()
             clip([g["params"][0].grad for g in groups], job.clip)
-            gradients.append({g["name"]: g["params"][0].grad.clone() for g in groups})
+            gradients.append({g["name"]: on_host(g["params"][0].grad) for g in groups})
             set_hyperparameters(job, optimizer, step)
             optimizer.step()
-        weights = {name: p.detach().clone() for name, p in named_parameters([model])}
+        weights = {name: on_host(p) for name, p in named_parameters([model])}
         return Result(weights, torch.tensor(losses, dtype=torch.float64), gradients)
 
 
@@ -466,7 +479,7 @@ class Megatron:
         losses = torch.stack(self.losses)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(losses, group=group)
-        return losses / parallel_state.get_data_parallel_world_size()
+        return losses.cpu() / parallel_state.get_data_parallel_world_size()
 
     def named_parameters(self):
         return named_parameters(self.chunks)
@@ -499,7 +512,7 @@ class Megatron:
             if wrapper.data_parallel_group.size() == 1:
                 continue
             cut = sum(master.numel() < p.numel() for p, _, master in self.shards(wrapper))
-            everywhere = torch.tensor(cut)
+            everywhere = torch.tensor(cut, device=devices.here())
             dist.all_reduce(everywhere, group=wrapper.data_parallel_group)
             assert everywhere >= 2, "no parameter lies on two ranks"
 
@@ -514,7 +527,7 @@ class Megatron:
                 continue
             held = {p: (start, master) for p, start, master in self.shards(wrapper)}
             for p in [p for buffer in wrapper.buffers for p in buffer.param_index_map]:
-                flat = torch.zeros(p.numel())
+                flat = torch.zeros(p.numel(), device=p.device)
                 if p in held:
                     start, master = held[p]
                     flat[start : start + master.numel()] = value_of(wrapper.optimizer, master).detach().view(-1)
@@ -567,7 +580,7 @@ def largest_gap(engine, expected):
     gaps = [torch.zeros(())]
     for name, p in engine.named_parameters():
         whole = expected.weights[name]
-        gaps.append((p.detach() - piece_of(whole, name, p)).abs().max() / whole.abs().max())
+        gaps.append((p.detach().cpu() - piece_of(whole, name, p)).abs().max() / whole.abs().max())
     return torch.stack(gaps).max().item()
 
 

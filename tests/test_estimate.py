@@ -111,6 +111,18 @@ def test_a_run_says_what_its_optimizer_keeps():
     assert checkpoint(Setting("deepspeed", 8, "bf16", stage=3), of_count(10)) == 160  # masters and states alone
 
 
+def test_megatron_keeps_the_matrices_of_attention():
+    """tests/ranks/megatron_program.py holds them to what autograd keeps. 24 layers, 16 heads, 1024 tokens, dropout."""
+    options = ["training.micro_batch=4", "training.precision=bf16", "model.dropout=0.1"]
+    deepspeed, megatron, again = (
+        memory.activations(config.load(MEDIUM, [*options, *more]))
+        for more in (["engine=deepspeed"], ["engine=megatron"], ["engine=megatron", "training.recompute=true"])
+    )
+    matrices = 4 * 16 * 1024**2 * (4 + 1 + 2) + 1024**2
+    assert megatron - deepspeed == 24 * matrices
+    assert matrices < again < 2 * matrices + deepspeed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

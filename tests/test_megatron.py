@@ -15,6 +15,7 @@ MODULES = ",".join(
         "agreement_megatron",
         "megatron_checkpoints",
         "megatron_overlap",
+        "megatron_program",
         "engines",  # the last: DeepSpeed comes in here
     )
 )

@@ -2,13 +2,20 @@
 
 import pytest
 
-from .launcher import EXHAUSTIVE, check, every_case, launch
+from .launcher import EXHAUSTIVE, REPO, check, every_case, launch
+from .processes import run
+from .test_pretrain_runs import ENTRIES, arguments, losses, prepared, torchrun
 
 CORE = "tests.ranks.on_device,tests.ranks.sharded,tests.ranks.nonfinite,tests.ranks.agreement"
 CHECKPOINTS = "tests.ranks.checkpoints"
 # In this order: once DeepSpeed has been asked for float16 autocast, which we refuse, later engines have a GradScaler.
 ZERO = "tests.ranks.nonfinite_deepspeed,tests.ranks.on_device_deepspeed,tests.ranks.zero"
 ZERO_CHECKPOINTS = "tests.ranks.zero_checkpoints"
+MEGATRON = ",".join(f"tests.ranks.megatron{name}" for name in ("_on_device", "", "_parallel", "_program", "_overlap"))
+MEGATRON_MORE = (
+    "tests.ranks.megatron_precision,tests.ranks.nonfinite_megatron,tests.ranks.agreement_megatron,"
+    "tests.ranks.megatron_checkpoints"
+)
 
 exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
 
@@ -60,3 +67,53 @@ def test_one_visible_device_for_each_rank(directory):
 def test_a_backend_without_float64(directory):
     case = "case_fsdp2_in_float32_stays_within_rounding"
     check("tests.ranks.sharded", 2, case, directory, device="pretend", PRETEND_NO_FLOAT64="1", ALTO_CASES=case)
+
+
+@pytest.mark.parametrize(("world", "case"), every_case(MEGATRON, 2))
+def test_megatron(world, case, directory):
+    check(MEGATRON, world, case, directory, device="pretend")
+
+
+@exhaustive
+@pytest.mark.parametrize(("world", "case"), every_case(MEGATRON, 4))
+def test_megatron_on_four_ranks(world, case, directory):
+    check(MEGATRON, world, case, directory, device="pretend")
+
+
+@exhaustive
+@pytest.mark.parametrize(("world", "case"), every_case(MEGATRON_MORE, 2, 1, 4))
+def test_more_of_megatron(world, case, directory):
+    launch(MEGATRON_MORE, 2, directory, device="pretend")  # saves the checkpoints that the others load
+    check(MEGATRON_MORE, world, case, directory, device="pretend")
+
+
+# -- the training program --------------------------------------------------------------------------------
+
+STEPS, STOP = 6, 4
+SETTINGS = [
+    "training.precision=bf16",
+    f"training.iterations={STEPS}",
+    "training.global_batch=32",
+    "schedule.warmup=2",
+    "evaluation.every=3",
+    "evaluation.samples=16",
+    "checkpoints.every=3",
+    "model.dropout=0.0",
+]
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("megatron", marks=exhaustive)])
+def test_the_training_program(engine, tmp_path):
+    """Stopped and resumed on two devices, it has the losses of two CPU ranks that nothing happened to."""
+    data = prepared(tmp_path)
+    run([*torchrun(2), *arguments(engine, data, tmp_path / "cpu", *SETTINGS)])
+    job = arguments(engine, data, tmp_path / "device", *SETTINGS)[len(ENTRIES[engine]) :]
+    command = [*torchrun(2), str(REPO / "tests" / "scripts" / "pretrain_on_pretend.py"), *job]
+    # Some schedulers show each rank its own device only. DeepSpeed takes the local rank for the device's number.
+    visible = {"PRETEND_DEVICES": "1"} if engine == "megatron" else {}
+    run([*command, "--stop-at", str(STOP)], device="pretend")
+    assert list(losses(tmp_path / "device")) == list(range(1, STOP + 1))
+    run(command, device="pretend", **visible)
+    expected = losses(tmp_path / "cpu")
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert losses(tmp_path / "device") == pytest.approx(expected, rel=1e-5)

@@ -47,16 +47,19 @@ GOLDEN = {1: 6.941501, 12: 6.209702, STEPS: 5.862782}
 GOAL = 6.0
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A text that stays as it is: the licence, a document a paragraph."""
-    folder = tmp_path_factory.mktemp("data")
+def prepared(folder):
+    """Tokens of a text that stays as it is: the license, a document a paragraph."""
     paragraphs = (REPO / "LICENSE").read_text().split("\n\n")
     text = folder / "licence.jsonl"
     text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
     command = [sys.executable, "-m", "alto_distributed", "prepare", str(text), "--output", str(folder / "tokens")]
     run([*command, "--vocabulary", "512", "--split", "0.7,0.2,0.1", "--quiet"])
     return folder / "tokens"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("data"))
 
 
 def arguments(engine, data, into, *overrides):
@@ -326,7 +329,7 @@ def test_resumed_on_one_rank_where_two_had_saved(engine, whole, data, tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
-        "megatron.tensor_parallel=2",
+        "megatron.tensor_parallel=2 megatron.sequence_parallel=true",
         pytest.param(
             "megatron.pipeline_parallel=2",
             marks=pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it"),
@@ -337,7 +340,7 @@ def test_resumed_in_another_layout(layout, whole, data, tmp_path):
     """And with recomputation, which changes no number."""
     folder, _ = whole
     into = begun_from(folder, "megatron", EVERY, tmp_path / "run")
-    run([*torchrun(2), *arguments("megatron", data, into, layout, "training.recompute=true")])
+    run([*torchrun(2), *arguments("megatron", data, into, *layout.split(), "training.recompute=true")])
     assert list(losses(into).values()) == pytest.approx(list(losses(folder / "megatron").values()), rel=1e-5)
 
 

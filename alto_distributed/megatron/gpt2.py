@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch.nn import functional as F
 
 from ..pretrain.config import Run
@@ -72,11 +73,30 @@ def transformer_config(run: Run, dtype: torch.dtype) -> TransformerConfig:
     )
 
 
+class Norm(torch.nn.LayerNorm):
+    """torch's norm, with the mark by which Megatron sums its gradients over the ranks of sequence parallelism.
+
+    Without Apex, Megatron's own wrapper of torch's norm refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for param in self.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's own layers on this pipeline stage, with :class:`Norm` before, between and after them."""
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
+
+
 def build_model(run: Run, config: TransformerConfig, weights: Mapping[str, torch.Tensor]) -> GPTModel:
     """This rank's part of the model, with its part of transformers' weights."""
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=block_spec(config),
         vocab_size=run.model.vocabulary,
         max_sequence_length=run.model.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(),

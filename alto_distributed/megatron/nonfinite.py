@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..nonfinite import flag_of
-from ..sharding.collective import all_reduce, everyone
+from ..sharding.collective import all_reduce, everyone, home_of
 
 
 def skip_nonfinite(wrapper: Any) -> None:
@@ -34,10 +34,12 @@ def _asking(wrapper: Any, prepare_grads: Callable[[], bool]) -> Callable[[], boo
     def prepare() -> bool:
         found = bool(prepare_grads())
         groups = [] if wrapper.optimizer is None else wrapper.optimizer.param_groups
-        flag = flag_of(p.grad for group in groups for p in group["params"] if p.grad is not None)
+        gradients = (p.grad for group in groups for p in group["params"] if p.grad is not None)
         ranks = everyone(wrapper.get_grad_stats_parallel_group())
-        if ranks is not None:
-            flag = all_reduce(flag, ranks, "MAX")
+        if ranks is None:
+            flag = flag_of(gradients)
+        else:
+            flag = all_reduce(flag_of(gradients, home_of(ranks)), ranks, "MAX")
         return found or bool(flag.item())
 
     return prepare

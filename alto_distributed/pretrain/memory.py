@@ -76,7 +76,7 @@ def states_of(optimizer: str, options: Mapping[str, Any]) -> dict[str, int]:
 
 
 def activations(run: Run) -> float:
-    """What a micro-batch leaves behind for the backward pass, attention's matrix not kept. Roughly."""
+    """What a micro-batch leaves behind for the backward pass. Roughly."""
     m, half = run.model, run.training.precision != "fp32"
     tokens = run.training.micro_batch * m.sequence
     wide = 1 if half else 2
@@ -84,7 +84,23 @@ def activations(run: Run) -> float:
     if run.training.recompute:  # every layer's input, and one layer in full
         in_layers = (2 * m.layers + 34) * m.hidden * wide
     logits = m.vocabulary * 2 * wide + m.vocabulary * 4  # and their float32 copy in the loss
-    return float(tokens * (in_layers + logits))
+    layers = 1 if run.training.recompute else m.layers
+    return float(tokens * (in_layers + logits) + layers * attention_matrices(run))
+
+
+def attention_matrices(run: Run) -> float:
+    """Bytes that one layer keeps of the size of attention's matrix, ``sequence`` squared for each head, on a GPU.
+
+    DeepSpeed's model keeps none: torch's fused attention computes it again. (On a CPU only without dropout.) Megatron's
+    local layers keep the softmax in float32, the copy that is multiplied with the values (the same tensor in float32
+    without dropout), the mask of dropout, and the causal mask, which all heads share.
+    """
+    if run.engine != "megatron":
+        return 0.0
+    m, half = run.model, run.training.precision != "fp32"
+    softmax, dropout_mask, rounded_or_dropped = 4, 1 if m.dropout else 0, 2 if half else 4 if m.dropout else 0
+    kept = softmax + dropout_mask + rounded_or_dropped
+    return float(m.sequence**2 * (run.training.micro_batch * m.heads * kept + 1))
 
 
 def peak(device: torch.device) -> int:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from alto_distributed import ALTO
 
-from ..launcher import worlds
+from .. import devices
+from ..launcher import some, worlds
 from ..megatron_gpt import (
     ALTO_OPTIONS,
     LR,
@@ -84,7 +85,7 @@ DATA_PARALLEL = {
 
 @worlds(2)
 def case_data_parallel():
-    for label, (job, options) in DATA_PARALLEL.items():
+    for label, (job, options) in some(DATA_PARALLEL, dist.get_world_size()).items():
         check_parity(label, job, **options)
 
 
@@ -127,7 +128,8 @@ def case_a_rank_that_holds_nothing():
     job = Job(trained="final_layernorm.weight", layerwise="all")
 
     def one_rank_has_it(engine):
-        held = torch.tensor(sum(master.numel() for _, _, master in engine.shards(engine.wrappers[0])))
+        held = sum(master.numel() for _, _, master in engine.shards(engine.wrappers[0]))
+        held = torch.tensor(held, device=devices.here())
         everywhere = [torch.empty_like(held) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, held)
         assert sorted(everywhere) == [0] * (dist.get_world_size() - 1) + [32]
@@ -151,7 +153,7 @@ def case_without_the_reduction_of_norms_the_comparison_fails():
             engine = Megatron(Job(), layout)
             for wrapper in engine.wrappers:
                 wrapper.optimizer.set_layouts({})
-            gap = torch.tensor(largest_gap(engine.train(), reference(Job())))
+            gap = torch.tensor(largest_gap(engine.train(), reference(Job())), device=devices.here())
             dist.all_reduce(gap, op=dist.ReduceOp.MAX)
             assert gap > 1e-4, (layout, gap)
 

@@ -5,6 +5,7 @@ What two ranks save here is loaded by two in the same and in other layouts, and 
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import shutil
 from unittest import mock
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..megatron_gpt import ALTO_OPTIONS, LR, WEIGHT_DECAY, Job, Layout, Megatron, alto_config, parallel
+from ..megatron_gpt import ALTO_OPTIONS, LR, WEIGHT_DECAY, Job, Layout, Megatron, alto_config, on_host, parallel
 
 # The imports below need what megatron_gpt puts in place of a GPU.
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
@@ -28,6 +29,7 @@ from megatron.core.utils import unwrap_model  # isort: skip
 from alto_distributed import ALTO
 from alto_distributed.megatron import formats, gathering
 
+from .. import devices
 from ..launcher import EXHAUSTIVE, worlds
 
 # A save that nobody does anything beside reports in this process: no need to start another one to ask.
@@ -105,9 +107,21 @@ if not EXHAUSTIVE:
     RUNS = {label: run for label, run in RUNS.items() if label not in VARIATIONS}
 
 
+@functools.cache
+def gloo_of(group):
+    """The same ranks, by gloo. On the CPU all groups are gloo's."""
+    if devices.NAME == "cpu":
+        return group
+    # Of all groups that Megatron has for a layout, those of this rank's place in them; made by all ranks together.
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, dist.get_process_group_ranks(group))
+    made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in sorted({*map(tuple, everywhere)})}
+    return made[tuple(dist.get_process_group_ranks(group))]
+
+
 @contextlib.contextmanager
 def engine_for(run, optimizer=None, **options):
-    """The run's engine, on its process groups. All of them are gloo's here, so they serve as those too."""
+    """The run's engine, on its process groups."""
     config = optimizer or dataclasses.replace(alto_config(run.job), **{**dict(run.options), **options})
     with parallel(run.layout):
         engine = Megatron(
@@ -120,7 +134,7 @@ def engine_for(run, optimizer=None, **options):
             same=not run.exact,  # what every rank computes alike is averaged exactly
         )
         for wrapper in engine.wrappers if run.distributed else ():
-            wrapper.data_parallel_group_gloo = wrapper.data_parallel_group
+            wrapper.data_parallel_group_gloo = gloo_of(wrapper.data_parallel_group)
         yield engine
 
 
@@ -149,7 +163,7 @@ def whole(engine, pieces):
         if name in pieces:
             cut = getattr(p, "tensor_model_parallel", False)
             rank = parallel_state.get_tensor_model_parallel_rank() if cut else 0
-            mine[name, rank] = (p.partition_dim if cut else 0, pieces[name].clone())
+            mine[name, rank] = (p.partition_dim if cut else 0, on_host(pieces[name]))
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     out = {}
@@ -189,7 +203,7 @@ def picture(engine, run):
     out["steps"] = torch.tensor(sorted({int(group["step"]) for _, group in groups} | set(map(int, counters))))
     if run.job.precision == torch.float16:
         scaler = engine.wrappers[0].grad_scaler.state_dict()
-        out["loss scale"] = torch.stack([torch.as_tensor(value).float().view(()) for value in scaler.values()])
+        out["loss scale"] = torch.stack([torch.as_tensor(value).cpu().float().view(()) for value in scaler.values()])
     return out
 
 
@@ -576,7 +590,7 @@ def wrong_in(folder, engine, keys):
         for name, value in engine.gathered(lambda inner, p, key=key: inner.state[p][key]).items():
             for ours, theirs in fused.items():
                 name = name.replace(ours, theirs)
-            if not torch.equal(saved[f"optimizer.state.{key}.{name}"].view(-1), value.view(-1)):
+            if not torch.equal(saved[f"optimizer.state.{key}.{name}"].view(-1), value.cpu().view(-1)):
                 wrong.append(f"{name} {key}")
     return wrong
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..launcher import worlds
+from ..launcher import some, worlds
 from .megatron_checkpoints import (
     AFTER,
     BEFORE,
@@ -35,7 +35,7 @@ from alto_distributed.megatron import distributed, pretrain  # isort: skip
 from alto_distributed.pretrain.checkpoints import Checkpoints
 from alto_distributed.pretrain.config import parse
 
-from .. import megatron_gpt
+from .. import devices, megatron_gpt
 
 #: Of a float32 weight in a checkpoint; what follows is the name of the model's.
 MASTER = "optimizer.state.param."
@@ -69,25 +69,26 @@ def as_before(*modules):
 @worlds(2)
 def case_a_save_gathers_first(directory):
     """The model is described before the optimizer, as Megatron-LM does, and no hook is disabled."""
-    for label, run, kinds in (("one", ONE, ("fully", "dp", "dp zero")), ("several", SEVERAL, ("dp", "dp zero"))):
-        for kind in kinds:
-            folder = place(directory, f"overlap, {label}", kind)
-            with engine_for(run) as engine:
-                advance(engine, 0, BEFORE)
-                assert mixed_in(engine)
-                save(engine, folder, kind)
-                assert not mixed_in(engine)
-                at_save = picture(engine, run)
-                advance(engine, BEFORE, BEFORE + AFTER)
-                at_end = picture(engine, run)
-            with engine_for(run) as engine:
-                advance(engine, 0, BEFORE + AFTER)
-                assert_same(f"{label}, {kind}, not saved", picture(engine, run), at_end)
-            with other_engine_for(run) as engine:
-                load(engine, folder, kind)
-                assert_same(f"{label}, {kind}, loaded", picture(engine, run), at_save)
-                advance(engine, BEFORE, BEFORE + AFTER)
-                assert_same(f"{label}, {kind}, continued", picture(engine, run), at_end)
+    kinds = {"one": (ONE, ("fully", "dp", "dp zero")), "several": (SEVERAL, ("dp", "dp zero"))}
+    cases = {(label, kind): run for label, (run, formats) in kinds.items() for kind in formats}
+    for (label, kind), run in some(cases, dist.get_world_size()).items():
+        folder = place(directory, f"overlap, {label}", kind)
+        with engine_for(run) as engine:
+            advance(engine, 0, BEFORE)
+            assert mixed_in(engine)
+            save(engine, folder, kind)
+            assert not mixed_in(engine)
+            at_save = picture(engine, run)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            at_end = picture(engine, run)
+        with engine_for(run) as engine:
+            advance(engine, 0, BEFORE + AFTER)
+            assert_same(f"{label}, {kind}, not saved", picture(engine, run), at_end)
+        with other_engine_for(run) as engine:
+            load(engine, folder, kind)
+            assert_same(f"{label}, {kind}, loaded", picture(engine, run), at_save)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            assert_same(f"{label}, {kind}, continued", picture(engine, run), at_end)
 
 
 @worlds(2)
@@ -138,19 +139,19 @@ def case_states_in_files_come_with_a_warning(directory):
 # -- the training program --------------------------------------------------------------------------------
 
 
-def run_of(optimizer="alto", **layout):
-    model = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 256, "dropout": 0.1}
-    training = {"global_batch": 16, "micro_batch": 4, "precision": "bf16"}
+def run_of(optimizer="alto", precision="bf16", dropout=0.1, **layout):
+    model = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 256, "dropout": dropout}
+    training = {"global_batch": 16, "micro_batch": 4, "precision": precision}
     parts = {"model": model, "training": training, "optimizer": {"name": optimizer, "lr": 0.01}, "megatron": layout}
     return parse({"engine": "megatron", "logs": {"diagnostics_every": 1}, **parts})
 
 
 @contextlib.contextmanager
-def programs_groups():
+def programs_groups(tensor_parallel=1):
     """Process groups as the program makes them, with gloo's."""
     before = megatron_gpt._parallel_state()
     vars(parallel_state).update(megatron_gpt._NO_GROUPS)
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_parallel)
     try:
         yield
     finally:
@@ -167,7 +168,7 @@ def losses(engine, start, stop):
 
 
 def engine_of(run):
-    return pretrain.MegatronEngine(run, torch.device("cpu"))
+    return pretrain.MegatronEngine(run, devices.here())
 
 
 def weights(engine):

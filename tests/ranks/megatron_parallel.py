@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ..launcher import worlds
+from ..launcher import some, worlds
 from ..megatron_gpt import Job, Layout, check_norms, check_parity, parallel_state
 
 # -- pipelines -----------------------------------------------------------------------------------------
@@ -70,13 +70,18 @@ def experts_are_apart(engine):
     assert all(group["is_expert_parallel"] for group in experts.optimizer.param_groups)
 
 
+ON_TWO_RANKS = {
+    "EP": (EXPERTS, Layout(expert=2), {"then": experts_are_apart}),
+    "EP, replicated": (EXPERTS, Layout(expert=2), {"distributed": False, "then": experts_are_apart}),
+    "nothing but experts is trained": (Job(experts=4, trained="local_experts"), Layout(expert=2), {}),
+    "whole experts, cut weights": (EXPERTS, Layout(tensor=2, sequence_parallel=True), {}),
+}
+
+
 @worlds(2)
 def case_experts():
-    layout = Layout(expert=2)
-    check_parity("EP", EXPERTS, layout, then=experts_are_apart)
-    check_parity("EP, replicated", EXPERTS, layout, distributed=False, then=experts_are_apart)
-    check_parity("nothing but experts is trained", Job(experts=4, trained="local_experts"), layout)
-    check_parity("whole experts, cut weights", EXPERTS, Layout(tensor=2, sequence_parallel=True))
+    for label, (job, layout, options) in some(ON_TWO_RANKS, dist.get_world_size()).items():
+        check_parity(label, job, layout, **options)
 
 
 @worlds(4)
