@@ -21,7 +21,7 @@ settings.load_profile("alto")
 
 #: Files that take minutes. Two run at a time, and what comes last runs beside nothing.
 LONGEST_FIRST = (
-    *("test_megatron", "test_pretrain_deepspeed", "test_pretrain_runs", "test_deepspeed_zero"),
+    *("test_megatron", "test_pretrain_deepspeed", "test_pretrain_runs", "test_deepspeed_zero", "test_pretend"),
     *("test_deepspeed_checkpoints", "test_checkpoint_faults", "test_deepspeed_parallel", "test_deepspeed_launch"),
     *("test_ranks", "test_estimate", "test_evidence", "test_restarts", "test_triton"),
 )
