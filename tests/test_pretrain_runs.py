@@ -50,7 +50,7 @@ GOAL = 6.0
 def prepared(folder):
     """Tokens of a text that stays as it is: the license, a document a paragraph."""
     paragraphs = (REPO / "LICENSE").read_text().split("\n\n")
-    text = folder / "licence.jsonl"
+    text = folder / "license.jsonl"
     text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
     command = [sys.executable, "-m", "alto_distributed", "prepare", str(text), "--output", str(folder / "tokens")]
     run([*command, "--vocabulary", "512", "--split", "0.7,0.2,0.1", "--quiet"])

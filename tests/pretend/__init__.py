@@ -127,18 +127,20 @@ def default_stream(device=None):
     return Stream(stream_id=0, device_index=found.device_index, device_type=found.device_type)
 
 
-@contextlib.contextmanager
-def stream(new):
-    """The current stream of a block."""
-    if new is None:
-        yield
-        return
-    before = current_stream(new.device)
-    torch.accelerator.set_stream(new)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+class stream:
+    """The current stream of a block. A class, as torch.cuda's is: some enter it more than once."""
+
+    def __init__(self, new):
+        self.new = new
+
+    def __enter__(self):
+        if self.new is not None:
+            self.before = current_stream(self.new.device)
+            torch.accelerator.set_stream(self.new)
+
+    def __exit__(self, *_):
+        if self.new is not None:
+            torch.accelerator.set_stream(self.before)
 
 
 class device:

@@ -15,9 +15,29 @@ from .megatron_overlap import engine_of, programs_groups, run_of, weights
 
 # The imports below need what megatron_gpt, imported there, puts in place of a GPU.
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # isort: skip
+from alto_distributed.megatron import pretrain  # isort: skip
 from alto_distributed.megatron.gpt2 import Norm  # isort: skip
 
 STEPS = 5
+
+
+@worlds(2)
+def case_a_rank_takes_the_device_of_its_local_rank():
+    """On CPUs nothing asks. Where a scheduler shows each rank one device only, local ranks are more than devices."""
+    here = devices.here()
+    current = None if devices.NAME == "cpu" else torch.accelerator.current_device_index
+    for local_rank in (dist.get_rank(), dist.get_rank() + 8):
+        if current is not None:
+            torch.accelerator.set_device_index(3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_RANK", str(local_rank))
+            if current is not None:
+                patch.setattr(torch.cuda, "device_count", lambda: 8)
+            assert pretrain._device() == here
+        assert current is None or current() == here.index
+
+
+# -- sequence parallelism --------------------------------------------------------------------------------
 
 
 def norms_of(engine):
