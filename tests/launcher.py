@@ -95,7 +95,6 @@ def without_compiling():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-@functools.cache
 def launch(module, world, directory, timeout=1200, device=None, **more):
     """Start the ranks once; returns {case: None or what went wrong}.
 
@@ -107,10 +106,19 @@ def launch(module, world, directory, timeout=1200, device=None, **more):
         device: overrides DEVICE (tests/devices.py).
         **more: variables for the ranks.
     """
+    key = module, world, str(directory), device, *sorted(more.items())
+    if key not in _launched:  # whatever the timeout
+        _launched[key] = _launch(module, world, directory, timeout, environment(device, **more))
+    return _launched[key]
+
+
+_launched = {}
+
+
+def _launch(module, world, directory, timeout, variables):
     command = [sys.executable, "-m", "tests.launcher", module, str(world), str(directory)]
     with tempfile.TemporaryFile("w+") as output:  # no pipe: processes that ranks leave behind would keep it open
         streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        variables = environment(device, **more)
         process = subprocess.Popen(command, cwd=REPO, env=variables, start_new_session=True, **streams)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
@@ -206,6 +214,8 @@ def _main(modules, world, directory):
             ended, status = os.wait()
             ranks.remove(ended)
             failed = bool(status)
+            if failed:
+                print(f"a rank ended with {os.waitstatus_to_exitcode(status)}", flush=True)
         time.sleep(failed)  # for what the others have to say
     finally:
         for rank in ranks:
