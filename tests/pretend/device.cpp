@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -46,40 +47,31 @@ std::set<std::string> forbidden;
 std::atomic<int64_t> bytes_in_use{0};
 std::atomic<int64_t> most_bytes_in_use{0};
 
-// Counts bytes of the device for as long as it lives. What keeps the memory itself derives from it.
+// What stands behind a storage: a share in its memory, and its part in the count of the device's bytes.
+//
+// The memory lives as long as anything has a share in it, not as long as a storage: a storage may be resized, and with it
+// get other memory, while gloo still works on the old one.
 class Allocation {
  public:
-  explicit Allocation(int64_t bytes) : bytes_(bytes) {
+  Allocation(std::shared_ptr<void> memory, int64_t bytes) : memory_(std::move(memory)), bytes_(bytes) {
     const int64_t now = bytes_in_use += bytes;
     int64_t most = most_bytes_in_use;
     while (most < now && !most_bytes_in_use.compare_exchange_weak(most, now)) {
     }
   }
-  virtual ~Allocation() { bytes_in_use -= bytes_; }
+  ~Allocation() { bytes_in_use -= bytes_; }
   static void release(void* allocation) { delete static_cast<Allocation*>(allocation); }
 
- private:
-  int64_t bytes_;
-};
-
-class OwnMemory final : public Allocation {
- public:
-  explicit OwnMemory(size_t bytes) : Allocation(static_cast<int64_t>(bytes)), data(c10::alloc_cpu(bytes)) {
-    // NaN, as fresh memory may be. Only the beginning of it: large buffers would take too long.
-    std::memset(data, 0xFF, std::min<size_t>(bytes, size_t{1} << 16));
+  // A share in the memory of a storage, whoever made it.
+  static std::shared_ptr<void> memory_of(const c10::Storage& storage) {
+    const auto& data = storage.data_ptr();
+    if (data.get_deleter() == &release) return static_cast<Allocation*>(data.get_context())->memory_;
+    return std::make_shared<c10::Storage>(storage);
   }
-  ~OwnMemory() override { c10::free_cpu(data); }
-  void* const data;
-};
-
-// The memory of another storage, which is kept alive.
-class SharedMemory final : public Allocation {
- public:
-  SharedMemory(c10::Storage storage, bool of_device)
-      : Allocation(of_device ? static_cast<int64_t>(storage.nbytes()) : 0), storage_(std::move(storage)) {}
 
  private:
-  c10::Storage storage_;
+  std::shared_ptr<void> memory_;
+  int64_t bytes_;
 };
 
 class DeviceAllocator final : public c10::Allocator {
@@ -87,8 +79,11 @@ class DeviceAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const Device device(kType, the_current_device);
     if (bytes == 0) return {nullptr, device};
-    auto* memory = new OwnMemory(bytes);
-    return {memory->data, memory, &Allocation::release, device};
+    std::shared_ptr<void> memory(c10::alloc_cpu(bytes), c10::free_cpu);
+    // NaN, as fresh memory may be. Only the beginning of it: large buffers would take too long.
+    std::memset(memory.get(), 0xFF, std::min<size_t>(bytes, size_t{1} << 16));
+    void* data = memory.get();
+    return {data, new Allocation(std::move(memory), static_cast<int64_t>(bytes)), &Allocation::release, device};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
@@ -132,7 +127,9 @@ bool is_pinned(const void* address) {
 c10::Storage shared_with(const c10::Storage& storage, Device device) {
   const bool of_device = device.type() == kType;
   c10::Allocator* allocator = of_device ? &device_allocator : c10::GetAllocator(c10::kCPU);
-  c10::DataPtr data(storage.mutable_data(), new SharedMemory(storage, of_device), &Allocation::release, device);
+  const int64_t counted = of_device ? static_cast<int64_t>(storage.nbytes()) : 0;
+  auto* share = new Allocation(Allocation::memory_of(storage), counted);
+  c10::DataPtr data(storage.mutable_data(), share, &Allocation::release, device);
   return {c10::Storage::use_byte_size_t{}, storage.nbytes(), std::move(data), allocator, /*resizable=*/true};
 }
 
