@@ -50,10 +50,7 @@ class SkippedSteps:
 
     def flag(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         """1.0 if any element on any rank is not finite, else 0.0; on the device where the ranks exchange numbers."""
-        group = everyone(self.group)
-        if group is None:
-            return flag_of(gradients)
-        return reduce_on_group_device(flag_of(gradients, home_of(group)), group, "MAX")
+        return flag_over(everyone(self.group), gradients)
 
     @staticmethod
     def is_readable(flag: torch.Tensor) -> bool:
@@ -99,6 +96,13 @@ class SkippedSteps:
     def in_a_row(self) -> int:
         self.settle()
         return self._in_a_row
+
+
+def flag_over(group: ProcessGroup | None, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """:func:`flag_of` the gradients of all ranks of ``group``, on the device where they exchange numbers."""
+    if group is None:
+        return flag_of(gradients)
+    return reduce_on_group_device(flag_of(gradients, home_of(group)), group, "MAX")
 
 
 def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU) -> torch.Tensor:

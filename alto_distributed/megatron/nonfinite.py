@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..nonfinite import flag_of
-from ..sharding.collective import all_reduce, everyone, home_of
+from ..nonfinite import flag_over
+from ..sharding.collective import everyone
 
 
 def skip_nonfinite(wrapper: Any) -> None:
@@ -35,11 +35,7 @@ def _asking(wrapper: Any, prepare_grads: Callable[[], bool]) -> Callable[[], boo
         found = bool(prepare_grads())
         groups = [] if wrapper.optimizer is None else wrapper.optimizer.param_groups
         gradients = (p.grad for group in groups for p in group["params"] if p.grad is not None)
-        ranks = everyone(wrapper.get_grad_stats_parallel_group())
-        if ranks is None:
-            flag = flag_of(gradients)
-        else:
-            flag = all_reduce(flag_of(gradients, home_of(ranks)), ranks, "MAX")
+        flag = flag_over(everyone(wrapper.get_grad_stats_parallel_group()), gradients)
         return found or bool(flag.item())
 
     return prepare
