@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .grad_scaler import ScaledStep, refuse_disagreement
 from .sharding.collective import everyone, home_of, reduce_on_group_device
 
 if TYPE_CHECKING:
@@ -43,14 +44,28 @@ class SkippedSteps:
         """Of the ranks that must agree; None for all ranks of the job."""
         self._total = self._in_a_row = 0
         self._unsettled: tuple[torch.Tensor, Any, Sequence[torch.Tensor]] | None = None
+        self._scalers_disagree = False
 
     def fresh(self) -> SkippedSteps:
         """The same choice, for a copy of the optimizer."""
         return SkippedSteps(self.on)
 
-    def flag(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-        """1.0 if any element on any rank is not finite, else 0.0; on the device where the ranks exchange numbers."""
-        return flag_over(everyone(self.group), gradients)
+    def flags(
+        self, gradients: Iterable[torch.Tensor], scaled: ScaledStep | None, groups: Iterable[ProcessGroup]
+    ) -> torch.Tensor | None:
+        """[whether to skip, whether scalers disagree], each 0.0 or 1.0; None if nothing is looked at.
+
+        Args:
+            gradients: of this rank; looked at if this is on, for all ranks of the job.
+            scaled: what a GradScaler found, if one is stepping.
+            groups: the ranks that must agree on that.
+        """
+        told = scaled.flags(groups) if scaled is not None else None
+        if self.on:
+            found = flag_over(everyone(self.group), gradients)
+            found = torch.cat([found, torch.zeros_like(found)])
+            told = found if told is None else torch.maximum(*_together(found, told))
+        return told
 
     @staticmethod
     def is_readable(flag: torch.Tensor) -> bool:
@@ -59,7 +74,8 @@ class SkippedSteps:
 
     def count(self, flag: torch.Tensor) -> bool:
         """Count the step that a flag stands for; whether it is skipped."""
-        skipped = bool(flag.item())
+        skipped, disagree = map(bool, flag.tolist())
+        self._scalers_disagree |= disagree
         self._total += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         return skipped
@@ -87,6 +103,11 @@ class SkippedSteps:
             for counter in counters:
                 counter -= 1
 
+    def raise_if_scalers_disagree(self) -> None:
+        """Raise, on all ranks that agree on steps, once the flag of such a step was read."""
+        if self._scalers_disagree:
+            refuse_disagreement()
+
     @property
     def total(self) -> int:
         self.settle()
@@ -96,6 +117,11 @@ class SkippedSteps:
     def in_a_row(self) -> int:
         self.settle()
         return self._in_a_row
+
+
+def _together(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both on one device, an accelerator if one of them is there."""
+    return (one, other.to(one.device)) if one.device.type != "cpu" else (one.to(other.device), other)
 
 
 def flag_over(group: ProcessGroup | None, gradients: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from .checkpoint import check_saved_by_alto, load_exactly
 from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_beta, check_betas, refuse_near_misses, refuse_unknown
 from .diagnostics import Diagnostics, Reading
 from .errors import UnsupportedTensor
+from .grad_scaler import ScaledStep
 from .nonfinite import SkippedSteps
 from .registration import register_loaded
 from .sharding.dtensor import is_dtensor
@@ -77,6 +78,8 @@ class ALTO(Optimizer):
     gradient it gets is the gradient it uses.
     """
 
+    #: Read by torch.amp.GradScaler, see grad_scaler.py.
+    _step_supports_amp_scaling = True
     state_keys: ClassVar[tuple[str, str, str]] = (states.EXP_AVG, states.EXP_AVG_SQ, states.GRAD_EMA)
 
     def __init__(
@@ -242,14 +245,20 @@ class ALTO(Optimizer):
         plan = self._plan()
         hypers = [self._checked(group) for group in self.param_groups]
         self._skipped.settle()
+        self._skipped.raise_if_scalers_disagree()
         ready = self._ready(plan)
-        skip = None
-        if self._skipped.on:
-            skip = self._skipped.flag(real for entry, *_, grad in ready for real in entry.real_elements(grad))
-            if self._skipped.is_readable(skip):
-                if self._skipped.count(skip):
-                    return loss
-                skip = None
+        scaled = ScaledStep.of(self)
+        real = (part for entry, *_, grad in ready for part in entry.real_elements(grad))
+        skip = self._skipped.flags(real, scaled, plan.norms.groups)
+        if skip is not None and self._skipped.is_readable(skip):
+            skipped = self._skipped.count(skip)
+            self._skipped.raise_if_scalers_disagree()
+            if skipped:
+                return loss
+            skip = None
+        if scaled is not None:
+            grads = scaled.unscaled([grad for *_, grad in ready])
+            ready = [(entry, g, i, grad) for (entry, g, i, _), grad in zip(ready, grads, strict=True)]
         work = self._collect(ready, hypers)
         if skip is not None:
             self._skipped.count_later(skip, work.counters)
@@ -274,7 +283,7 @@ class ALTO(Optimizer):
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
         kernel = kernel_for(self._kernel, device)
-        return kernel if skip is None else kernel_unless(kernel, skip.to(device))
+        return kernel if skip is None else kernel_unless(kernel, skip[:1].to(device))
 
     def _step_of_groups(self) -> int:
         """The number of this step on a rank that only joins, where the engine counts in the groups; else 0."""
@@ -365,7 +374,7 @@ class ALTO(Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped under ``skip_nonfinite`` since this optimizer was built. Waits for the last step."""
+        """Steps skipped under ``skip_nonfinite`` or a GradScaler since this was built. Waits for the last step."""
         return self._skipped.total
 
     @property

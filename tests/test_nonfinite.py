@@ -217,6 +217,6 @@ def test_whether_the_host_reads_the_flag_follows_from_the_group(backend, held, t
             "on the CPU": [torch.empty(3, device="cpu")],
         }[held]
         skipped = SkippedSteps(True)
-        flag = skipped.flag(gradients)
+        flag = skipped.flags(gradients, None, ())
         assert flag.device == torch.device("cpu" if backend == "cpu:gloo,cuda:gloo" else "cuda:1")
         assert skipped.is_readable(flag) == (flag.device.type == "cpu")

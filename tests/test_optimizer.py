@@ -256,6 +256,40 @@ def test_a_step_skipped_for_overflow_changes_nothing():
     assert optimizer.state[model[0].weight]["step"] == 2
 
 
+@pytest.mark.parametrize("unscaled_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_loss_scaler_changes_no_bit(unscaled_first, dtype):
+    """Its scale is a power of two. Gradients are below what float16 holds, but for the scale."""
+    if unscaled_first and dtype == torch.float16:
+        pytest.skip("torch refuses to unscale float16 gradients by itself")
+    ours, plain = ([nn.Parameter(torch.ones(5, 3, dtype=dtype))] for _ in range(2))
+    optimizer, other = ALTO(ours, lr=0.1), ALTO(plain, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.ones(1))
+    for _ in range(3):
+        gradient = torch.arange(1.0, 16.0).view(5, 3) * 2.0**-30
+        ours[0].grad = (gradient * 2.0**16).to(dtype)
+        if dtype != torch.float16:
+            plain[0].grad = gradient.to(dtype)
+            other.step()
+        if unscaled_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not hasattr(optimizer, "found_inf")
+    if dtype == torch.float16:
+        scaled = ALTO([(reference := nn.Parameter(torch.ones(5, 3)))], lr=0.1)
+        for _ in range(3):
+            reference.grad = gradient
+            scaled.step()
+        for key, value in optimizer.state[ours[0]].items():
+            assert torch.equal(value, scaled.state[reference][key]), key
+    else:
+        assert torch.equal(ours[0], plain[0])
+        for key, value in optimizer.state[ours[0]].items():
+            assert torch.equal(value, other.state[plain[0]][key]), key
+
+
 def test_hooks():
     model = network()
     optimizer = ALTO(model.parameters())

@@ -74,6 +74,11 @@ class NormTable:
     def zeros(self, device: torch.device, rows: int = 2) -> torch.Tensor:
         return torch.zeros(rows, len(self.slots), dtype=sums_dtype(device), device=device)
 
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups in the order of the collectives."""
+        return [group for group, _ in self._reductions]
+
     def shared(self) -> Iterator[tuple[ProcessGroup, list[LogicalParameter]]]:
         """Each process group with the parameters whose pieces lie over it, in the order of the collectives."""
         for group, slots in self._reductions:

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from alto_distributed.nonfinite import SkippedSteps
@@ -93,6 +95,10 @@ def case_a_nan_reaches_replicas_and_other_meshes():
     check(make, ways=("read by the host",))
 
 
+def flags_of(optimizer):
+    return optimizer._skipped.flags((p.grad.to_local() for g in optimizer.param_groups for p in g["params"]), None, ())
+
+
 @worlds(2)
 def case_the_flag_is_that_of_the_ranks_that_must_agree():
     """Each rank for itself, the rank with the NaN alone would know of it."""
@@ -105,11 +111,9 @@ def case_the_flag_is_that_of_the_ranks_that_must_agree():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     poison(optimizer, 1, optimizer.param_groups[0])
-    flag = optimizer._skipped.flag(p.grad.to_local() for group in optimizer.param_groups for p in group["params"])
-    assert flag.item() == float(dist.get_rank() == 1)
+    assert flags_of(optimizer)[0] == float(dist.get_rank() == 1)
     optimizer.agree_over(dist.group.WORLD)
-    flag = optimizer._skipped.flag(p.grad.to_local() for group in optimizer.param_groups for p in group["params"])
-    assert flag.item() == 1.0
+    assert flags_of(optimizer)[0] == 1.0
 
 
 @worlds(2, 4)
@@ -129,6 +133,65 @@ def case_a_rank_without_tensors_takes_part():
         optimizer.step()
         assert torch.equal(before, flat) == (k == 2 or rank == world - 1)
         assert optimizer.skipped_steps == int(k >= 2)
+
+
+def tensor_parallel():
+    """The first gradient is replicated, so torch's scaler does not ask the other rank about those that are sharded."""
+    mesh = devices.mesh(2)
+    torch.manual_seed(1)
+    first, second = (torch.randn(4, 6, device=devices.here()) for _ in range(2))
+    params = [nn.Parameter(distribute_tensor(first, mesh, [Replicate()]))]
+    params.append(nn.Parameter(distribute_tensor(second, mesh, [Shard(0)])))
+    return params, ALTO(params, **HYPER)
+
+
+def scaled_gradients(params, scaler, bad):
+    for p in params:
+        p.grad = torch.ones_like(p) * scaler.get_scale()
+    if bad and dist.get_rank() == 1:
+        params[1].grad.to_local()[0, 0] = torch.inf
+
+
+@worlds(2)
+def case_scalers_that_disagree_neither_hang_nor_drift():
+    """One rank's scaler saw the infinity; it skipped the step, and the other waited in the norms for its next one."""
+    params, optimizer = tensor_parallel()
+    scaler = torch.amp.GradScaler(devices.here().type, init_scale=8.0)
+    scaler.scale(torch.ones(1, device=devices.here()))
+    scaled_gradients(params, scaler, bad=False)
+    scaler.step(optimizer)
+    scaler.update()
+    before = everything(optimizer)
+    scaled_gradients(params, scaler, bad=True)
+    if devices.here().type != "cpu":  # an accelerator tells it when the next step begins
+        scaler.step(optimizer)
+        scaler.update()
+        scaled_gradients(params, scaler, bad=False)
+    with pytest.raises(RuntimeError, match="ShardedGradScaler"):
+        scaler.step(optimizer)
+    assert same(before, everything(optimizer))
+    assert optimizer.skipped_steps == 1
+
+
+@worlds(2)
+def case_a_sharded_scaler_agrees():
+    """What the message of the case above tells people to do; and the weights are those of a run without a scaler."""
+    params, optimizer = tensor_parallel()
+    others, plain = tensor_parallel()
+    scaler = ShardedGradScaler(devices.here().type, init_scale=8.0)
+    scaler.scale(torch.ones(1, device=devices.here()))
+    for k in range(4):
+        scaled_gradients(params, scaler, bad=k == 2)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if k < 2 else 4.0)
+        if k != 2:
+            for p in others:
+                p.grad = torch.ones_like(p)
+            plain.step()
+    assert optimizer.skipped_steps == 1
+    assert same(everything(optimizer), everything(plain))
 
 
 @worlds(2)

@@ -122,6 +122,25 @@ def case_skip_nonfinite_waits_for_the_step_before_and_nothing_else():
     assert optimizer.skipped_steps == 1
 
 
+@worlds(2)
+def case_a_grad_scaler_waits_for_the_step_before_and_nothing_else():
+    """Unlike scaler.step of an optimizer that leaves skipping to the scaler: that reads found_inf."""
+    mesh = devices.mesh(2)
+    model = sharded_network(mesh, torch.float32)
+    optimizer = ALTO(param_groups(model), **HYPER)
+    scaler = torch.amp.GradScaler("pretend", init_scale=8.0)
+    scaler.scale(torch.ones(1, device=devices.here()))
+    for k in range(5):
+        gradients_for(model)
+        if k == 3 and dist.get_rank() == 1:
+            model.up.weight.grad.to_local()[0, 0] = torch.nan
+        with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
+            scaler.step(optimizer)
+        scaler.update()
+        assert k < 2 or counts == {"event synchronize": 1, "to host, not waiting": 1}, counts
+    assert optimizer.skipped_steps == 1
+
+
 class OneRow(nn.Module):
     """FSDP2 gives all of it to the first rank."""
 
