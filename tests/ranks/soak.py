@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from alto_distributed import ALTO
 
+from .. import devices
 from ..launcher import EXHAUSTIVE, worlds
 from ..oracle import PaperALTO
 
@@ -33,7 +33,7 @@ class Soak:
     """One model in each precision, sharded over all ranks, beside its oracle."""
 
     def __init__(self, dtype):
-        self.dtype, self.mesh = dtype, init_device_mesh("cpu", (dist.get_world_size(),))
+        self.dtype, self.mesh = dtype, devices.mesh(dist.get_world_size())
         self.shapes = [list(group) for group in SHAPES]
         self.numbers = [
             {"lr": 0.01, "alpha": -5.0, "weight_decay": 0.01, "decayed": True},
@@ -48,8 +48,11 @@ class Soak:
         return torch.randn(shape, generator=generator, dtype=self.dtype)
 
     def sharded(self, tensor):
+        return nn.Parameter(self.distributed(tensor))
+
+    def distributed(self, tensor):
         # src_data_rank=None: each rank has the whole tensor and takes its own part, without communication.
-        return nn.Parameter(distribute_tensor(tensor, self.mesh, [Shard(0)], src_data_rank=None))
+        return distribute_tensor(tensor.to(devices.here()), self.mesh, [Shard(0)], src_data_rank=None)
 
     def oracle(self, tensor, g):
         options = {key: value for key, value in self.numbers[g].items() if key != "decayed"}
@@ -85,7 +88,7 @@ class Soak:
         for params, oracles in zip(self.params, self.oracles, strict=True):
             for p, oracle in zip(params, oracles, strict=True):
                 g = torch.randn(p.shape, generator=generator, dtype=self.dtype)
-                p.grad = distribute_tensor(g, self.mesh, [Shard(0)], src_data_rank=None)
+                p.grad = self.distributed(g)
                 if bad_rank is None:
                     oracle.step(g)
         if bad_rank == dist.get_rank():
@@ -115,7 +118,7 @@ class Soak:
         gaps = [torch.zeros((), dtype=torch.float64)]
         for params, oracles in zip(self.params, self.oracles, strict=True):
             for p, oracle in zip(params, oracles, strict=True):
-                whole = p.detach().full_tensor().double()
+                whole = p.detach().full_tensor().cpu().double()
                 gaps.append((whole - oracle.theta).norm() / oracle.theta.norm())
         return torch.stack(gaps).max().item()
 

@@ -130,7 +130,8 @@ def hyperparameters(engine):
 def assert_same(label, got, expected):
     assert got.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(got[key], value), f"{label}: {key} differs by {(got[key] - value).abs().max():.1e}"
+        one, other = got[key].cpu(), value.cpu()
+        assert torch.equal(one, other), f"{label}: {key} differs by {(one - other).abs().max():.1e}"
 
 
 def on_rank_0(work, *args, **kwargs):
