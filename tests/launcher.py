@@ -81,7 +81,8 @@ def environment(device=None, **more):
         # DeepSpeed compiles its shared-memory collectives on first use, with the ninja beside our python.
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions")),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
+        # ALTO_OVERLAY: a folder with another release of a framework (scripts/matrix.py).
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("ALTO_OVERLAY"), str(REPO)])),
         **more,
     }
 
@@ -245,13 +246,15 @@ def _fork(modules, directory, variables):
 
 def _import(modules):
     """What a rank needs before its cases."""
-    from . import devices
+    from . import devices, releases
 
     devices.install(modules)
     for module in modules.split(","):
         importlib.import_module(module)
     if "deepspeed" in sys.modules:
         without_compiling()
+        if releases.DEEPSPEED < (0, 19, 8):
+            releases.wait_for_all_gathers()
 
 
 def _spawn(modules, directory, variables):

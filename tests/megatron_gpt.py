@@ -1,7 +1,7 @@
 """A tiny GPT of megatron-core, trained by Megatron in any layout, and by the plain optimizer in none.
 
-The model, the schedules, the gradient buffers and the optimizer wrappers are Megatron's own (0.16.1, "local" layers,
-on the CPU). A parameter's weights follow from its name in the whole model, so that every layout and the reference
+The model, the schedules, the gradient buffers and the optimizer wrappers are Megatron's own ("local" layers, on the
+CPU). A parameter's weights follow from its name in the whole model, so that every layout and the reference
 start alike; a rank holds its piece of the result against the same piece of the reference.
 """
 # ruff: noqa: E402 - the stand-ins for a GPU come before anything of Megatron's
@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import re
 import warnings
 import zlib
@@ -41,6 +42,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from alto_distributed import ALTO
 from alto_distributed.megatron import AltoOptimizerConfig, diagnostics
+
+_CP_ARGUMENTS = inspect.signature(get_batch_on_this_cp_rank).parameters
 
 VOCABULARY, HIDDEN, HEADS, SEQUENCE = 128, 32, 4, 16
 MICROBATCHES, SEQUENCES = 2, 4  # microbatches a step, and sequences of the whole world in each
@@ -274,7 +277,9 @@ def mine(batch, same=False):
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     if not same:
         batch = {key: x.chunk(size)[rank].contiguous() for key, x in batch.items()}
-    return get_batch_on_this_cp_rank(dict(batch))
+    options = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}  # newer releases ask
+    options = {name: value for name, value in options.items() if name in _CP_ARGUMENTS}
+    return get_batch_on_this_cp_rank(dict(batch), **options)
 
 
 def loss_of(model, batch):

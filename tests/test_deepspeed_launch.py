@@ -5,6 +5,7 @@ What every way must give is the loss of the unsharded run, so a launcher that qu
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_either_order_of_imports_and_twice_is_once(order):
     run([sys.executable, "-c", ORDERS[order] + USE], **alone)
 
 
-# Run with "-m alto_distributed", with a DeepSpeed that calls itself 0.99.1.
+# Run with "-m alto_distributed", with a DeepSpeed that calls itself 0.99.1 and lacks a method.
 OTHER_VERSION = """
 import deepspeed
 import torch
@@ -165,9 +166,17 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_another_deepspeed_is_refused_with_the_reason_when_alto_is_asked_for(tmp_path):
+RENAMED = """
+__version__ = "0.99.1"
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+DeepSpeedZeroOptimizer.restore_base_state = DeepSpeedZeroOptimizer._restore_base_optimizer_state
+del DeepSpeedZeroOptimizer._restore_base_optimizer_state
+"""
+
+
+def test_a_deepspeed_that_lacks_a_method_is_refused_when_alto_is_asked_for(tmp_path):
     """Not at its import: programs import DeepSpeed for other things, and once died for it."""
-    renumbered("deepspeed", tmp_path, "git_version_info_installed.py", r"^version='.*'", "version='0.99.1'")
+    renumbered("deepspeed", tmp_path, "__init__.py", r"\Z", RENAMED)
     script = tmp_path / "train.py"
     script.write_text(OTHER_VERSION)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -175,8 +184,41 @@ def test_another_deepspeed_is_refused_with_the_reason_when_alto_is_asked_for(tmp
     lines = {line for line in output.splitlines() if line.startswith("REFUSED")}
     assert output.count("REFUSED ") == 6
     (line,) = lines
-    assert "alto_distributed supports DeepSpeed 0.19.8, and 0.99.1 is installed" in line
-    assert "private buffers are laid out, which changes between releases; pip install deepspeed==0.19.8" in line
+    missing = "DeepSpeedZeroOptimizer has no method _restore_base_optimizer_state"
+    assert f"ALTO does not work with DeepSpeed 0.99.1: {missing}" in line
+    assert "pip install deepspeed==0.19.8" in line
+
+
+# Run with "-m alto_distributed", with a DeepSpeed that calls itself 0.99.1 and is the installed one.
+UNTESTED = """
+import warnings
+import deepspeed
+import torch
+from tests.launcher import without_compiling
+from alto_distributed import ALTO
+
+without_compiling()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    config = {"train_batch_size": 1, "optimizer": {"type": "ALTO"}, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 2), config=config)
+engine.backward(engine(torch.ones(1, 3)).sum())
+engine.step()
+assert type(engine.basic_optimizer) is ALTO
+print(*[f"WARNED {w.message}" for w in caught if "ALTO" in str(w.message)], sep="\\n")
+engine.destroy()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_deepspeed_of_another_number_warns_once_and_goes_on(tmp_path):
+    renumbered("deepspeed", tmp_path, "git_version_info_installed.py", r"^version='.*'", "version='0.99.1'")
+    script = tmp_path / "train.py"
+    script.write_text(UNTESTED)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    output = run([sys.executable, *RUNNER, str(script)], PYTHONPATH=f"{REPO}{os.pathsep}{tmp_path}", **alone)
+    (line,) = [line for line in output.splitlines() if line.startswith("WARNED")]
+    assert re.search(r"tests ran with DeepSpeed 0\.\S+ to 0\.19\.8, and 0\.99\.1 is installed", line)
 
 
 # -- launchers ---------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout
+from alto_distributed.sharding import proof
 from alto_distributed.sharding.norms import NormTable
+from alto_distributed.sharding.proof import ModelWeight, require_proved
 
 from .oracle import PaperALTO
 
@@ -47,6 +49,69 @@ def test_one_tensor_that_holds_several_parameters_and_padding(kernel):
         assert flat[:2].isnan().all()
         assert flat[14:].isnan().all()
         assert not optimizer.state[flat]["exp_avg"][14:].any()
+
+
+@pytest.fixture
+def flat_model():
+    """Two matrices of one size and a vector, in bfloat16, and a shard of masters that begins inside of the first."""
+    weights = {name: torch.randn(shape).bfloat16() for name, shape in {"a": (3, 4), "b": (4, 3), "c": (5,)}.items()}
+    logical = [LogicalParameter(name, tuple(w.shape)) for name, w in weights.items()]
+    buffer = torch.cat([w.flatten() for w in weights.values()]).float()
+    return weights, logical, torch.cat([buffer[7:], torch.full((3,), torch.nan)])
+
+
+def proved(shard, layout, weights):
+    require_proved({shard: layout}, {n: ModelWeight(w) for n, w in weights.items()}, "DeepSpeed 9: fp32_groups", None)
+
+
+def test_a_layout_is_proved_by_the_models_weights(flat_model):
+    weights, logical, shard = flat_model
+    layout = ShardLayout.of_flat_shard(logical, 7, len(shard))
+    assert [s.offset for s in layout.segments] == [7, 0, 0]
+    proved(shard, layout, weights)
+    weights["c"][2] = shard[5 + 12 + 2] = torch.nan  # NaN is as good as any
+    proved(shard, layout, weights)
+
+
+def test_a_layout_that_was_read_wrongly_is_an_error(flat_model):
+    weights, logical, shard = flat_model
+    a, b, c = logical
+    size = len(shard)
+    wrong = {
+        "shifted by one": (ShardLayout.of_flat_shard(logical, 6, size), "'a', 'b', 'c'"),
+        "two swapped": (ShardLayout.of_flat_shard([b, a, c], 7, size), "'a', 'b'"),
+        "beyond its end": (ShardLayout(size, [Segment(c, 17, 5, 3)]), "'c'"),
+        "before its start": (ShardLayout(size, [Segment(a, 0, 5, -1)]), "'a'"),
+        "unknown": (ShardLayout(size, [Segment(LogicalParameter("d", (5,)), 0, 5)]), "'d'"),
+    }
+    for why, (layout, names) in wrong.items():
+        with pytest.raises(ValueError, match=rf"weights of {names} differ .* Read from DeepSpeed 9: fp32_groups"):
+            proved(shard, layout, weights)
+        assert why
+
+
+def test_a_master_is_compared_in_the_models_precision_and_order():
+    weight = torch.randn(6, 4).t().bfloat16()
+    layout = ShardLayout.whole(LogicalParameter("w", (4, 6)), 24)
+    proved(weight.float(), layout, {"w": weight})
+    proved(weight.float().contiguous(), layout, {"w": weight})
+    proved(weight.float() * (1 + 2**-12), layout, {"w": weight})  # as a bfloat16 it is the same
+    with pytest.raises(ValueError, match="'w'"):
+        proved(weight.float() * (1 + 2**-6), layout, {"w": weight})
+
+
+def test_a_segment_is_compared_in_chunks(monkeypatch):
+    monkeypatch.setattr(proof, "_CHUNK", 4)
+    weight = torch.arange(11.0)
+    layout = ShardLayout(13, [Segment(LogicalParameter("w", (11,)), 2, 9, 2)])
+    for bad in (None, 2, 5, 6, 10):
+        shard = torch.cat([torch.zeros(2), weight[2:], torch.zeros(2)])
+        if bad is not None:
+            shard[bad] += 1
+            with pytest.raises(ValueError, match="'w'"):
+                proved(shard, layout, {"w": weight})
+        else:
+            proved(shard, layout, {"w": weight})
 
 
 def test_matrices_asks_the_logical_shape_not_the_flat_one():

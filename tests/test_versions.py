@@ -88,7 +88,14 @@ def test_an_older_torch_is_refused(version):
         check_torch(version)
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "2.6.0+cpu", "2.10.1", "2.13.0a0+gitabcdef", "3.0.0"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        *("2.6.0", "2.6.0+cpu", "2.10.1", "2.13.0a0+gitabcdef", "3.0.0"),
+        *("2.9.0a0+50eac811a6.nv25.09", "2.9.0a0+145a3a7bda.nv25.10", "2.8.0+rocm6.4", "2.10.0+cu130", "2.7.0+xpu"),
+        *("2.6.0a0+ecf3bae40a.nv25.01", "2.11.0.dev20260101+cu130", "2.12.0rc1"),
+    ],
+)
 def test_a_newer_torch_is_not(version):
     check_torch(version)
 
@@ -112,16 +119,40 @@ def test_an_older_torch_is_refused_at_import_before_anything_else(version, modul
     assert issubclass(UnsupportedVersion, ValueError)
 
 
-@pytest.mark.parametrize("version", ["0.19.7", "0.19.80", "0.20.0", "0.18.0+abc", "1.0", "dev"])
-def test_another_deepspeed_is_refused(version, monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("0.19.8", True),
+        ("0.19.8+local", True),
+        ("0.19.80", False),
+        ("0.20.0", False),
+        ("0.15.4", False),
+        ("dev", False),
+    ],
+)
+def test_another_deepspeed_warns(version, tested, monkeypatch, recwarn):
     pytest.importorskip("deepspeed")
-    from alto_distributed.deepspeed.versions import check_version
+    from alto_distributed.deepspeed import versions
 
-    check_version()
     monkeypatch.setattr("deepspeed.__version__", version)
-    with pytest.raises(
-        UnsupportedVersion, match=rf"supports DeepSpeed 0\.19\.8, and {re.escape(version)} is installed"
-    ):
-        check_version()
-    monkeypatch.setattr("deepspeed.__version__", "0.19.8+local")
-    check_version()
+    versions.check_version()
+    assert versions.is_tested() == tested
+    versions.warn_if_untested()
+    said = [str(w.message) for w in recwarn if "DeepSpeed" in str(w.message)]
+    assert len(said) == (0 if tested else 1)
+    assert all(f"and {version} is installed" in line for line in said)
+
+
+def test_a_deepspeed_that_lacks_a_method_is_refused(monkeypatch):
+    pytest.importorskip("deepspeed")
+    from alto_distributed.deepspeed import versions
+
+    for owner, names in versions._METHODS.items():
+        for name in names:
+            with monkeypatch.context() as patch:
+                for base in owner.__mro__[:-1]:
+                    if name in vars(base):
+                        patch.delattr(base, name)
+                with pytest.raises(UnsupportedVersion, match=f"{owner.__name__} has no method {name}"):
+                    versions.check_version()
+    versions.check_version()

@@ -32,6 +32,7 @@ from ..optimizer import ALTO, GRAD_EMA_BETA1
 from ..safe_load import more_than_data, only_data
 from .build import OPTIMIZERS
 from .data_classes import CLASSES
+from .versions import load_state
 from .wrap import wrap_method
 
 CONVERTER = "python -m alto_distributed.deepspeed.universal INPUT OUTPUT"
@@ -206,10 +207,10 @@ def _flat_tensors(wrapper: Any, optimizer: Any) -> Iterator[tuple[int, torch.Ten
             yield g, optimizer.param_groups[g]["params"][0], params
 
 
-def _load_stage3(original: Callable[..., Any], wrapper: Any, checkpoint_dir: str) -> None:
+def _load_stage3(original: Callable[..., Any], wrapper: Any, checkpoint_dir: str, *more: Any) -> None:
     optimizer = wrapper.optimizer
     own = [dict(group) for group in optimizer.param_groups]
-    original(checkpoint_dir)
+    original(checkpoint_dir, *more)
     if not isinstance(optimizer, ALTO):
         return
     zero = Path(checkpoint_dir) / "zero"
@@ -219,10 +220,7 @@ def _load_stage3(original: Callable[..., Any], wrapper: Any, checkpoint_dir: str
         group.update({**before, **saved, "params": []})
     for g, flat, params in _flat_tensors(wrapper, optimizer):
         if GRAD_EMA_BETA1 in optimizer.param_groups[g]:
-            pieces = [
-                wrapper.load_hp_checkpoint_state(str(zero / wrapper.param_names[p]), states.GRAD_EMA, param=p)
-                for p in params
-            ]
+            pieces = [load_state(wrapper, str(zero / wrapper.param_names[p]), states.GRAD_EMA, p) for p in params]
             optimizer.state[flat][states.GRAD_EMA] = optimizer.new_state(flat, states.GRAD_EMA).copy_(torch.cat(pieces))
 
 

@@ -1,7 +1,7 @@
 """What the tensors of each DeepSpeed wrapper are made of.
 
 A wrapper replaces the optimizer's parameters by tensors of its own; each has its own way back to the
-model's parameters, in fields that are private to DeepSpeed, which is why the version is checked.
+model's parameters, in fields that are private to DeepSpeed. So what is read is verified.
 
     wrapper                          the optimizer's tensor is                    made of
     none (fp32, stage 0)             the parameter itself
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -26,6 +27,21 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..groups import whole_shape
 from ..sharding import LogicalParameter, Segment, ShardLayout
+from ..sharding.collective import everyone
+from ..sharding.proof import ModelWeight, require_proved
+from .versions import missing, starts_in_buffers, sub_group_process_groups
+
+#: Wrapper -> the private fields that its layouts are read from.
+_FIELDS: dict[type, str] = {
+    FP16_UnfusedOptimizer: "fp16_groups, fp32_groups",
+    BF16_Optimizer: "bf16_groups, fp32_groups_flat_partition, real_dp_process_group",
+    DeepSpeedZeroOptimizer: (
+        "round_robin_bit16_groups, round_robin_bit16_offsets, single_partition_of_fp32_groups, real_dp_process_group"
+    ),
+    DeepSpeedZeroOptimizer_Stage3: (
+        "fp16_groups, fp32_partitioned_groups_flat, sub_group_process_groups, ds_tensor, partition_numel()"
+    ),
+}
 
 
 class LayoutBuilder:
@@ -36,8 +52,26 @@ class LayoutBuilder:
         self.basic = engine.basic_optimizer
         self.names: dict[torch.Tensor, str] = engine.param_names
         self.tensor_parallel_group = _tensor_parallel_group(engine.mpu)
+        self.weights: dict[str, ModelWeight] = {}
+        """The model's own weights by the names that the layouts have, once they are built."""
 
     def build(self) -> dict[torch.Tensor, ShardLayout]:
+        """The layouts, verified.
+
+        Raises:
+            UnsupportedVersion: a field is not there.
+            ValueError: a layout is not that of the model's weights, on any rank.
+        """
+        try:
+            layouts = self._read()
+        except AttributeError as error:
+            raise missing(str(error)) from error
+        fields = _FIELDS.get(type(self.wrapper), "param_groups")
+        read_from = f"DeepSpeed {deepspeed.__version__}, {type(self.wrapper).__name__}: {fields}"
+        require_proved(layouts, self.weights, read_from, everyone())
+        return layouts
+
+    def _read(self) -> dict[torch.Tensor, ShardLayout]:
         builders = {
             type(self.basic): self._unwrapped,
             FP16_UnfusedOptimizer: self._clones,
@@ -58,7 +92,9 @@ class LayoutBuilder:
         groups = list(shard_groups)
         if self.tensor_parallel_group is not None and is_model_parallel_parameter(param):
             groups.append(self.tensor_parallel_group)
-        return LogicalParameter(self.names.get(param, f"unnamed {id(param)}"), whole_shape(param), tuple(groups))
+        name = self.names.get(param, f"unnamed {id(param)}")
+        self.weights[name] = ModelWeight(param)
+        return LogicalParameter(name, whole_shape(param), tuple(groups))
 
     def _unwrapped(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
         for group in self.basic.param_groups:
@@ -82,7 +118,7 @@ class LayoutBuilder:
         w = self.wrapper
         for params, starts, flat, group in zip(
             w.round_robin_bit16_groups,
-            w.round_robin_bit16_offsets,
+            starts_in_buffers(w),
             w.single_partition_of_fp32_groups,
             w.real_dp_process_group,
             strict=True,
@@ -94,14 +130,17 @@ class LayoutBuilder:
     def _zero3_partitions(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
         w = self.wrapper
         for params, flat, group in zip(
-            w.fp16_groups, w.fp32_partitioned_groups_flat, w.sub_group_process_groups, strict=True
+            w.fp16_groups, w.fp32_partitioned_groups_flat, sub_group_process_groups(w), strict=True
         ):
             segments, start = [], 0
             for p in params:
                 piece = p.partition_numel()
-                # The last ranks' pieces are padded, with memory that nobody has initialised.
-                real = max(0, min(piece, p.ds_numel - dist.get_rank(group=group) * piece))
-                segments.append(Segment(self._logical(p, group), start, real))
+                offset = dist.get_rank(group=group) * piece
+                # The last ranks' pieces are padded, with memory that nobody has initialized.
+                real = max(0, min(piece, p.ds_numel - offset))
+                logical = self._logical(p, group)
+                segments.append(Segment(logical, start, real, offset))
+                self.weights[logical.name] = ModelWeight(p.ds_tensor, offset)
                 start += piece
             yield flat, ShardLayout(flat.numel(), segments)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..groups import whole_shape
+from .versions import option
 
 
 def refuse_unsupported(engine: Any, parameters: list[Any]) -> None:
@@ -27,9 +28,9 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
             "a float32 pipeline at ZeRO stage 0 clips by the gradient norm of the first pipeline stage alone; use "
             '"zero_optimization": {"stage": 1}, or "gradient_clipping": 0'
         )
-    if engine.zenflow:
+    if option(engine, "zenflow"):
         yield "zenflow steps its own CPU Adam instead of the configured optimizer; remove zenflow from the config"
-    if engine.super_offload():
+    if option(engine, "super_offload"):
         yield 'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false'
     if engine.zero_partial_offload() < 1.0:
         yield 'offload with "ratio" below 1 needs DeepSpeedCPUAdam as its second optimizer; set "ratio": 1'
@@ -37,14 +38,14 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
     for name, config in offloads.items():
         if config is not None and str(getattr(config.device, "value", config.device)) == "nvme":
             yield f'{name} to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"'
-    if engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients():
+    if any(option(engine, f"{kind}_master_weights_and_gradients") for kind in ("fp16", "bf16")):
         yield "master weights must be float32; remove fp16/bf16_master_weights_and_grads from the config"
-    if engine.torch_autocast_enabled() and str(engine.torch_autocast_dtype()) == "torch.float16":
+    if option(engine, "torch_autocast_enabled") and str(engine.torch_autocast_dtype()) == "torch.float16":
         yield (
             "torch_autocast with float16 skips steps on each rank by itself, and ranks that disagree would hang in the "
             'norm\'s collective; use "dtype": "bfloat16", or "fp16": {"enabled": true}'
         )
-    if engine.is_deepcompile_enabled():
+    if option(engine, "is_deepcompile_enabled"):
         yield 'DeepCompile has not been tested; set "compile": {"deepcompile": false}'
     for p in (p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])):
         if p.requires_grad and stage == 3 and 0 in whole_shape(p):

@@ -26,7 +26,7 @@ from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
-from .versions import check_version
+from .versions import check_version, warn_if_untested
 from .wrap import wrap_method
 
 
@@ -34,7 +34,7 @@ def register() -> None:
     """Register with the installed DeepSpeed. Idempotent.
 
     Raises:
-        ValueError: DeepSpeed is of a version this package was not made for.
+        ValueError: DeepSpeed lacks something that ALTO needs.
     """
     check_version()
     if getattr(DeepSpeedEngine._configure_optimizer, "knows_alto", False):
@@ -110,6 +110,7 @@ def _attach(engine: Any) -> None:
     never found by ``safe_get_full_optimizer_state`` and the universal checkpoint.
     """
     optimizer = engine.basic_optimizer
+    warn_if_untested()
     if isinstance(optimizer, ALTO):
         _require_agreement(engine, optimizer)
         optimizer.set_layouts(LayoutBuilder(engine).build())

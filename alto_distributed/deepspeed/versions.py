@@ -1,21 +1,101 @@
-"""The versions of DeepSpeed that this folder was made for."""
+"""What differs between releases of DeepSpeed, and which of them are known to work.
+
+A release is not refused for its number. What ALTO wraps or calls must be there; it is looked up by name. How ZeRO lays
+out its shards is verified against the model's weights when an engine is built (:mod:`..sharding.proof`).
+"""
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
 import deepspeed
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..errors import UnsupportedVersion
 
-#: The layouts of flat shards are read from private fields of the ZeRO wrappers, and the hooks sit in
-#: private methods of the engine; both change between releases without notice.
-SUPPORTED_VERSIONS = ("0.19.8",)
+#: Releases in which the tests ran (scripts/matrix.py), oldest first. Others warn.
+SUPPORTED_VERSIONS = ("0.16.9", "0.19.8")
+
+#: Methods that are wrapped or called.
+_METHODS: dict[type, tuple[str, ...]] = {
+    DeepSpeedEngine: (
+        "_configure_optimizer",
+        "_configure_basic_optimizer",
+        "_configure_fp16_optimizer",
+        "_take_model_step",
+        "load_checkpoint",
+    ),
+    BF16_Optimizer: ("state_dict", "_lazy_init_hp_params_optimizer_state"),
+    DeepSpeedZeroOptimizer: ("_restore_base_optimizer_state", "_lazy_init_hp_params_optimizer_state"),
+    DeepSpeedZeroOptimizer_Stage3: (
+        "load_hp_checkpoint_state",
+        "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+        "offload_states",
+        "reload_states",
+    ),
+}
 
 
 def check_version() -> None:
-    """Raise an UnsupportedVersion if the installed DeepSpeed is another."""
-    if deepspeed.__version__.split("+")[0] not in SUPPORTED_VERSIONS:
-        raise UnsupportedVersion(
-            f"alto_distributed supports DeepSpeed {', '.join(SUPPORTED_VERSIONS)}, and {deepspeed.__version__} is "
-            "installed. It reads how ZeRO's private buffers are laid out, which changes between releases; "
-            f"pip install deepspeed=={SUPPORTED_VERSIONS[-1]}"
+    """Raise an UnsupportedVersion if the installed DeepSpeed lacks a method that ALTO needs."""
+    for owner, names in _METHODS.items():
+        for name in names:
+            if not hasattr(owner, name):
+                raise missing(f"{owner.__name__} has no method {name}")
+
+
+def missing(what: str) -> UnsupportedVersion:
+    """The error for a name that is not there."""
+    return UnsupportedVersion(
+        f"ALTO does not work with DeepSpeed {deepspeed.__version__}: {what}. Install a supported version; "
+        f"pip install deepspeed=={SUPPORTED_VERSIONS[-1]}"
+    )
+
+
+def is_tested() -> bool:
+    """Whether the tests ran with the installed release."""
+    return deepspeed.__version__.split("+")[0] in SUPPORTED_VERSIONS
+
+
+def warn_if_untested() -> None:
+    """Say once that the tests did not run with the installed release."""
+    if not is_tested():
+        warnings.warn(
+            f"ALTO: the tests ran with DeepSpeed {SUPPORTED_VERSIONS[0]} to {SUPPORTED_VERSIONS[-1]}, and "
+            f"{deepspeed.__version__} is installed. What ALTO reads from it is verified; the rest is untested.",
+            stacklevel=2,
         )
+
+
+# -- by feature ----------------------------------------------------------------------------------------
+
+
+def starts_in_buffers(wrapper: Any) -> Sequence[Sequence[int] | None]:
+    """Stages 1 and 2: where parameters begin in each flat group; None where they lie end to end (before 0.19.7)."""
+    starts: Sequence[Sequence[int]] | None = getattr(wrapper, "round_robin_bit16_offsets", None)
+    return starts if starts is not None else [None] * len(wrapper.round_robin_bit16_groups)
+
+
+def sub_group_process_groups(wrapper: Any) -> Sequence[Any]:
+    """Stage 3: the process group of each sub-group; before 0.19.4 that of its parameters."""
+    groups: Sequence[Any] | None = getattr(wrapper, "sub_group_process_groups", None)
+    return groups if groups is not None else [params[0].ds_process_group for params in wrapper.fp16_groups]
+
+
+def load_state(wrapper: Any, folder: str, key: str, param: torch.Tensor) -> Any:
+    """Stage 3: this rank's part of a state in a universal checkpoint; the parameter is asked for from 0.19.4 on."""
+    method = wrapper.load_hp_checkpoint_state
+    return method(folder, key, param=param) if "param" in inspect.signature(method).parameters else method(folder, key)
+
+
+def option(engine: Any, name: str) -> Any:
+    """What an engine says about an option, or None where the release does not have it."""
+    value = getattr(engine, name, None)
+    return value() if callable(value) else value

@@ -30,6 +30,7 @@ from .layout import LayoutBuilder
 from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
 from .replicated import AltoFloat16Optimizer, AltoFP32Optimizer
+from .versions import warn_if_untested
 
 #: Megatron's wrapper -> the same with ALTO's three states in its checkpoints.
 WRAPPERS: dict[type, type] = {
@@ -45,6 +46,7 @@ _OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite")
 def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
     """What ``get_megatron_optimizer`` returns for ALTO; ``bound`` are the arguments of its call."""
     config, model_chunks = bound.arguments["config"], bound.arguments["model_chunks"]
+    warn_if_untested()
     hyper = configs.check(config)
     refuse_unsupported(config, model_chunks, bound.arguments.get("config_overrides"))
     configs.warn_of_adams(config)

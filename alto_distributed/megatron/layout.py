@@ -16,11 +16,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from ..sharding import LogicalParameter, Segment, ShardLayout
+from ..sharding.collective import everyone
+from ..sharding.proof import ModelWeight, require_proved
+from .versions import missing
+
+_FIELDS = (
+    "buffers, param_index_map, model_fp32_groups, shard_fp32_groups, model_float16_groups, "
+    "shard_fp32_from_float16_groups, fp32_from_fp32_groups, float16_groups, fp32_from_float16_groups, "
+    "_get_model_param_range_map()"
+)
 
 
 class LayoutBuilder:
@@ -36,11 +46,28 @@ class LayoutBuilder:
         self.names: dict[torch.Tensor, str] = {
             param: f"{i}.{name}" for i, chunk in enumerate(model_chunks) for name, param in chunk.named_parameters()
         }
+        # A collection may be of some ranks of the job only, and nobody says which.
+        self._checked_with = everyone() if process_groups is None else None
         self.tensor_parallel = _group(process_groups, "tp", parallel_state.get_tensor_model_parallel_group)
         self.expert_tensor_parallel = _group(process_groups, "expt_tp", parallel_state.get_expert_tensor_parallel_group)
 
     def build(self, wrapper: Any) -> tuple[dict[torch.Tensor, ShardLayout], list[LogicalParameter]]:
-        """Layouts of a wrapper's tensors, and the parameters it joins in without holding a piece."""
+        """Layouts of a wrapper's tensors, verified, and the parameters it joins in without holding a piece.
+
+        Raises:
+            UnsupportedVersion: a field is not there.
+            ValueError: a layout is not that of the model's weights, on any rank of the job.
+        """
+        try:
+            layouts, joined = self._read(wrapper)
+        except AttributeError as error:
+            raise missing(str(error)) from error
+        weights = {self.names[param]: ModelWeight(param) for param, _ in main_parameters(wrapper)}
+        read_from = f"megatron-core {megatron_version}, {type(wrapper).__name__}: {_FIELDS}"
+        require_proved(layouts, weights, read_from, self._checked_with)
+        return layouts, joined
+
+    def _read(self, wrapper: Any) -> tuple[dict[torch.Tensor, ShardLayout], list[LogicalParameter]]:
         if not isinstance(wrapper, DistributedOptimizer):
             whole = {tensor: self._logical(param) for param, tensor in main_parameters(wrapper)}
             return {tensor: ShardLayout.whole(logical, tensor.numel()) for tensor, logical in whole.items()}, []
@@ -59,7 +86,7 @@ class LayoutBuilder:
                     f"{every[param].name}: Megatron says that this rank holds elements {held.start} to {held.end}, and "
                     f"its optimizer has {shard.numel()} of them; the distributed optimizer is not as we know it"
                 )
-            layouts[shard] = ShardLayout(shard.numel(), [Segment(every[param], 0, shard.numel())])
+            layouts[shard] = ShardLayout(shard.numel(), [Segment(every[param], 0, shard.numel(), held.start)])
         return layouts, list(every.values())
 
     def _logical(self, param: torch.Tensor, *shard_groups: Any) -> LogicalParameter:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .collective import device_for
+from .collective import device_for, gathered_sum
 from .layout import LogicalParameter
 from .lost_rank import lost_rank
 
@@ -68,6 +68,31 @@ def require_agreement(
         found += _differences({rank: d[1] for rank, d in zip(ranks, described, strict=True) if d[2] == place})
     more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
     raise ValueError(f"the ranks of this job do not agree: {'; '.join(found[:_SHOWN])}{more}")
+
+
+def raise_together(problem: str | None, group: ProcessGroup | None) -> None:
+    """Raise on all ranks of ``group`` if any of them has a problem. One collective if none has.
+
+    Args:
+        problem: of this rank, in words.
+        group: called by all of its ranks; None for this rank alone.
+
+    Raises:
+        ValueError: names the first rank with a problem.
+    """
+    if group is None:
+        if problem is not None:
+            raise ValueError(problem)
+        return
+    import torch.distributed as dist
+
+    count = torch.tensor([problem is not None], dtype=torch.int64, device="cpu")
+    if not gathered_sum(count, group).item():
+        return
+    problems: list[str | None] = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    raise ValueError(next(f"rank {rank}: {said}" for rank, said in zip(ranks, problems, strict=True) if said))
 
 
 def require_whole(held: torch.Tensor, parameters: Sequence[LogicalParameter]) -> None:

@@ -43,6 +43,9 @@ class Segment:
     length: int
     """0 where this rank holds none of it but takes part in its norm."""
 
+    offset: int = 0
+    """The place of its first element in the parameter, or in this rank's tensor-parallel part of it."""
+
 
 class ShardLayout:
     """The segments of one local tensor.
@@ -98,8 +101,10 @@ class ShardLayout:
             size = torch.Size(parameter.shape).numel()
             running = begin + size
             low, high = max(begin, offset), min(running, offset + numel)
-            held = low < high
-            segments.append(Segment(parameter, low - offset if held else 0, high - low if held else 0))
+            if low < high:
+                segments.append(Segment(parameter, low - offset, high - low, low - begin))
+            else:
+                segments.append(Segment(parameter, 0, 0))
         return cls(numel, segments)
 
     def __repr__(self) -> str:

@@ -95,11 +95,10 @@ class StepPlan:
         """
         for process_group, parameters in self.norms.shared():
             require_agreement(process_group, {**common, **describe_parameters(parameters)})
-        if self.norms.collectives:
-            held = torch.zeros(len(self.norms.slots), dtype=torch.int64, device="cpu")
-            for segment in (s for group in self.groups for entry in group for s in entry.layout.segments):
-                held[self.norms.slots[segment.parameter.name]] += segment.length
-            require_whole(self.norms.total(held), self.norms.parameters)
+        held = torch.zeros(len(self.norms.slots), dtype=torch.int64, device="cpu")
+        for segment in (s for group in self.groups for entry in group for s in entry.layout.segments):
+            held[self.norms.slots[segment.parameter.name]] += segment.length
+        require_whole(self.norms.total(held), self.norms.parameters)
 
 
 def _labels(

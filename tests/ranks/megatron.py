@@ -4,6 +4,9 @@ Weights and losses of ten steps are held to training by one rank with whole para
 """
 
 import contextlib
+import dataclasses
+import itertools
+import re
 
 import pytest
 import torch
@@ -32,6 +35,12 @@ from ..megatron_gpt import (
     whole_model,
 )
 from ..oracle import PaperALTO
+
+# isort: split
+import megatron.core
+
+from alto_distributed.megatron.layout import LayoutBuilder
+from alto_distributed.sharding import ShardLayout
 
 SMALL_BUCKETS = {"overlap": True, "bucket_size": 3000}
 SCHEDULED = Job(scheduled=True, decoupled_lr=0.008)
@@ -156,6 +165,37 @@ def case_without_the_reduction_of_norms_the_comparison_fails():
             gap = torch.tensor(largest_gap(engine.train(), reference(Job())), device=devices.here())
             dist.all_reduce(gap, op=dist.ReduceOp.MAX)
             assert gap > 1e-4, (layout, gap)
+
+
+@worlds(2)
+def case_a_layout_that_was_read_wrongly_is_found():
+    """Shifted by one element on one rank, and both raise; and two parameters of one shape in each other's place."""
+    read = LayoutBuilder._read
+
+    def shifted(self, wrapper):
+        layouts, joined = read(self, wrapper)
+        moved = {
+            shard: ShardLayout(layout.numel, [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
+            for shard, layout in layouts.items()
+        }
+        return moved if dist.get_rank() else layouts, joined
+
+    def swapped(self, wrapper):
+        one, other = (param for param, name in self.names.items() if name.endswith("mlp.linear_fc1.weight"))
+        self.names[one], self.names[other] = self.names[other], self.names[one]
+        result = read(self, wrapper)
+        self.names[one], self.names[other] = self.names[other], self.names[one]
+        return result
+
+    version = re.escape(megatron.core.__version__)
+    for change, precision in itertools.product((shifted, swapped), (torch.float32, torch.bfloat16)):
+        with parallel(Layout()), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayoutBuilder, "_read", change)
+            said = (
+                rf"rank \d: .*laid out.*weight.* differ from the model's. Read from megatron-core {version}, \w+Optim"
+            )
+            with pytest.raises(ValueError, match=said):
+                Megatron(Job(precision=precision), Layout())
 
 
 # -- collectives ---------------------------------------------------------------------------------------

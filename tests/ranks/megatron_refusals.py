@@ -295,11 +295,13 @@ def case_versions():
     with pytest.MonkeyPatch.context() as patch:
         for unknown in ("0.15.0", "0.16.0", "0.16.10", "0.17.0", "1.16.1", "dev"):
             patch.setattr("megatron.core.__version__", unknown)
-            said = rf"supports megatron-core 0.16.1 and 0.20.0, and {re.escape(unknown)} is installed.*==0.16.1"
-            with pytest.raises(ValueError, match=said):
-                versions.check_version()
+            versions.check_version()
+            with pytest.warns(UserWarning, match=rf"and {re.escape(unknown)} is installed"):
+                versions.warn_if_untested()
         patch.setattr("megatron.core.__version__", "0.16.1+abcdef0")
-        versions.check_version()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            versions.warn_if_untested()
 
 
 @worlds(1)
@@ -316,26 +318,25 @@ def case_a_known_number_on_unknown_code():
     for change, message in (
         (lambda patch: patch.setattr(DistributedOptimizer, name, other), rf"{name} does not take \(param\)"),
         (lambda patch: patch.delattr(DistributedOptimizer, name), f"DistributedOptimizer has no method {name}"),
-        (lambda patch: patch.setattr("megatron.core.__version__", "0.20.0"), "optimizer_state_keys is not what it was"),
         (
             lambda patch: patch.setattr(core_optimizer, "get_megatron_optimizer", build_optimizer),
-            r"get_megatron_optimizer does not take \(config, model_chunks, config_overrides, ...\)",
+            r"get_megatron_optimizer does not take \(config, model_chunks, ...\)",
         ),
     ):
         with pytest.MonkeyPatch.context() as patch:
             change(patch)
             with pytest.raises(ValueError, match=message) as refusal:
                 versions.check_version()
-            assert "use megatron-core==0.16.1" in str(refusal.value)
+            assert "pip install megatron-core==0.16.1" in str(refusal.value)
 
 
 @worlds(1)
-def case_an_unknown_version_is_not_registered_with():
+def case_unknown_code_is_not_registered_with():
     original = get_megatron_optimizer.__wrapped__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron.core.__version__", "0.17.0")
+        patch.delattr(DistributedOptimizer, "_get_model_param_range_map")
         patch.setattr(core_optimizer, "get_megatron_optimizer", original)
-        with pytest.raises(ValueError, match="0.17.0 is installed"):
+        with pytest.raises(ValueError, match="no method _get_model_param_range_map"):
             register()
         assert core_optimizer.get_megatron_optimizer is original
 

@@ -6,6 +6,8 @@ summation, and the master weights must be *bitwise* those of a reference that ro
 """
 
 import contextlib
+import dataclasses
+import re
 import warnings
 from itertools import chain
 
@@ -21,6 +23,7 @@ import alto_distributed.deepspeed
 from alto_distributed import ALTO, param_groups
 from alto_distributed.deepspeed.build import split_bare_parameters
 from alto_distributed.deepspeed.layout import LayoutBuilder
+from alto_distributed.sharding import ShardLayout
 
 from .. import devices
 from ..launcher import some, worlds
@@ -204,24 +207,24 @@ FLOAT32_CELLS = {
 }  # fmt: skip
 
 
-def check_float32(label, zero, cell):
+def float32_gap(zero, cell):
     with running(network(), config(zero, **cell)) as engine:
         if dist.get_world_size() > 1 and zero:
             assert_straddles(engine)
         train(engine, accumulation=cell.get("accumulation", 1))
-        gap = largest_gap(weights(engine), reference(**cell))
-        assert gap < 1e-6, f"{label}: {gap:.1e}"
+        return largest_gap(weights(engine), reference(**cell))
 
 
 @worlds(1, 2, 4)
 def case_float32_cells():
-    for label, (zero, cell) in some(FLOAT32_CELLS, dist.get_world_size()).items():
-        check_float32(label, zero, cell)
+    cells = some(FLOAT32_CELLS, dist.get_world_size())
+    gaps = {label: float32_gap(zero, cell) for label, (zero, cell) in cells.items()}
+    assert all(gap < 1e-6 for gap in gaps.values()), {label: gap for label, gap in gaps.items() if not gap < 1e-6}
 
 
 @worlds(4)
 def case_hierarchical_partitioning():
-    check_float32("hpZ", {"stage": 3, "zero_hpz_partition_size": 2}, {})
+    assert float32_gap({"stage": 3, "zero_hpz_partition_size": 2}, {}) < 1e-6
 
 
 @worlds(2, 4)
@@ -233,6 +236,64 @@ def case_with_the_layouts_withheld_the_comparison_fails():
             train(engine)
             gap = largest_gap(weights(engine), reference())
             assert not gap < 1e-3, f"stage {stage}: {gap:.1e}"  # NaN if padding was taken for weights
+
+
+def shifted(layouts):
+    """Every segment by one element."""
+    return {
+        flat: ShardLayout(flat.numel(), [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
+        for flat, layout in layouts.items()
+    }
+
+
+def with_parameters(layouts, change):
+    """The same segments of other parameters."""
+    return {
+        flat: ShardLayout(
+            flat.numel(), [dataclasses.replace(s, parameter=change(s.parameter)) for s in layout.segments]
+        )
+        for flat, layout in layouts.items()
+    }
+
+
+def swapped(layouts):
+    """Two parameters of one size in each other's place."""
+    every = {s.parameter.name: s.parameter for layout in layouts.values() for s in layout.segments}
+    up, down = every["up.weight"], every["down.weight"]
+    assert torch.Size(up.shape).numel() == torch.Size(down.shape).numel()
+    return with_parameters(layouts, lambda p: {up: down, down: up}.get(p, p))
+
+
+def ungrouped(layouts):
+    """Every parameter as if this rank held all of it."""
+    return with_parameters(layouts, lambda p: dataclasses.replace(p, groups=()))
+
+
+@worlds(2)
+def case_a_layout_that_was_read_wrongly_is_found():
+    """If need be on one rank only, and both raise. All sizes fit, and training would have gone on."""
+    read = LayoutBuilder._read
+    version = re.escape(deepspeed.__version__)
+    said = rf"rank [01]: .*laid out.* differ from the model's. Read from DeepSpeed {version}"
+    for label in ("stage 1", "stage 3", "bf16, BF16_Optimizer", "bf16, stage 0"):
+        zero, precision, *_ = LOW_CELLS.get(label) or FLOAT32_CELLS[label]
+        for change in (shifted, swapped) if zero else (swapped,):
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == 1 or change is swapped:  # one of them need not hold any of the two
+                    patch.setattr(LayoutBuilder, "_read", lambda self, change=change: change(read(self)))
+                with pytest.raises(ValueError, match=said):
+                    deepspeed.initialize(model=network(), config=config(zero, **precision))
+
+
+@worlds(2)
+def case_a_process_group_that_was_not_read_is_found():
+    """The pieces do not add up to whole parameters."""
+    read = LayoutBuilder._read
+    for zero in ({"stage": 1}, {"stage": 3}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayoutBuilder, "_read", lambda self: ungrouped(read(self)))
+            with running(network(), config(zero)) as engine, pytest.raises(ValueError, match="A piece is missing"):
+                train(engine, steps=1)
 
 
 @worlds(2, 4)
@@ -334,6 +395,7 @@ LOW_CELLS = {
 
 @worlds(1, 2, 4)
 def case_low_precision_cells_are_bitwise_right():
+    wrong = {}
     for label, (zero, precision, cell) in some(LOW_CELLS, dist.get_world_size()).items():
         accumulation = cell.get("accumulation", 1)
         ds_config = config(zero, clip=0.0, accumulation=accumulation, **precision)
@@ -345,7 +407,9 @@ def case_low_precision_cells_are_bitwise_right():
         dtype, scale = (torch.float16, 128.0) if fp16 else (torch.bfloat16, 1.0)
         expected, _ = rounded_reference(dtype, scale=scale, **cell)
         for name, p in trainable(expected).items():
-            assert torch.equal(got[name], p.detach()), f"{label}: {name} differs by {(got[name] - p).abs().max():.1e}"
+            if not torch.equal(got[name], p.detach()):
+                wrong[label] = f"{name} differs by {(got[name] - p).abs().max():.1e}"
+    assert not wrong, wrong
 
 
 def same_bits(a, b):

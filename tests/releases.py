@@ -1,0 +1,50 @@
+"""What other releases of the frameworks have and do (scripts/matrix.py runs the tests with them)."""
+
+import functools
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+
+
+def _version(name):
+    """Of the release in the overlay, or of the installed one; () if there is none."""
+    overlay = os.environ.get("ALTO_OVERLAY")
+    for where in (overlay,) if overlay and any(Path(overlay).glob(f"{name.replace('-', '_')}-*")) else (None,):
+        found = importlib.metadata.distributions(name=name, **({"path": [where]} if where else {}))
+        for distribution in found:
+            return tuple(int(part) for part in re.findall(r"\d+", distribution.version.partition("+")[0]))
+    return ()
+
+
+DEEPSPEED, MEGATRON = _version("deepspeed"), _version("megatron-core")
+
+
+def wait_for_all_gathers():
+    """Put right what DeepSpeed before 0.19.8 does wrong over gloo alone.
+
+    Stage 3 starts several all-gathers and waits for the last of them. NCCL runs them in order; gloo does not, and then
+    a rank computes with memory that has not arrived.
+    """
+    from deepspeed.comm.torch import TorchBackend
+
+    for name in ("all_gather", "all_gather_into_tensor"):
+        setattr(TorchBackend, name, _waiting(getattr(TorchBackend, name)))
+    TorchBackend.all_gather_coalesced = _one_by_one
+
+
+def _waiting(gather):
+    @functools.wraps(gather)
+    def waiting(*args, **kwargs):
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    return waiting
+
+
+def _one_by_one(self, output_tensors, input_tensors, group=None, async_op=False):
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = [self.all_gather_into_tensor(output, sent, group=group, async_op=async_op) for output, sent in pairs]
+    return works[-1]
