@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import torch
 
@@ -30,4 +32,19 @@ def check_torch(version: str, oldest: tuple[int, int] = OLDEST, who: str = "alto
         )
 
 
-check_torch(str(torch.__version__))
+def _doctor_is_asked() -> bool:
+    """Whether this process is ``python -m alto_distributed doctor`` or ``alto doctor``."""
+    program, *arguments = sys.argv or [""]
+    ours = Path(program).stem == "alto" or (program == "-m" and "alto_distributed" in sys.orig_argv)
+    return ours and arguments[:1] == ["doctor"]
+
+
+try:
+    check_torch(str(torch.__version__))
+except UnsupportedVersion:
+    if not _doctor_is_asked():
+        raise
+    # The rest of the package cannot be imported, and this is what the doctor is to say.
+    from .doctor import main
+
+    raise SystemExit(main(sys.argv[2:])) from None

@@ -4,9 +4,11 @@ Importing this module makes ``megatron.core.optimizer.get_megatron_optimizer`` a
 optimizers are not touched.
 """
 
+from ..apex import warn_of_namesake
 from .versions import check_version
 
 check_version()  # before the imports below, which another version may not have
+warn_of_namesake()
 
 from .build import altos, diagnostics  # noqa: E402
 from .config import AltoOptimizerConfig  # noqa: E402
