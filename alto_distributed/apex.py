@@ -11,8 +11,8 @@ import importlib.util
 import warnings
 
 ADVICE = (
-    'the package "apex" here is not NVIDIA\'s. Megatron takes it for that and fails when it builds a norm ("Apex must be '
-    "installed\"); pip uninstall apex, and install NVIDIA's from github.com/NVIDIA/apex if you need it"
+    'the package "apex" here is not NVIDIA\'s. Megatron takes it for that and fails when it builds a norm ("Apex must '
+    "be installed\"); pip uninstall apex, and install NVIDIA's from github.com/NVIDIA/apex if you need it"
 )
 
 

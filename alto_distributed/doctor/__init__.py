@@ -10,8 +10,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from .examine import examine
-from .page import page
+from .examination import examine
+from .report import page
 
 
 def main(arguments: Sequence[str]) -> int:

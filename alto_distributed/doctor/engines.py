@@ -56,10 +56,8 @@ def framework(which: Framework, seconds: float) -> dict[str, Any]:
         message += f"; {unmet[0] if unmet else _advice(which)}"
     elif unmet and status in USABLE:
         message = "; ".join(filter(None, [message, f"imported, but {unmet[0]}"]))
-    shown = facts.shown_path(place)
-    if version is None and shown == "site-packages":  # else what pip knows may be another one
-        version = facts.installed(which.package)
-    return _engine(which.name, status, version, shown, message)
+    version = version or facts.version_at(which.package, place)
+    return _engine(which.name, status, version, facts.shown_path(place), message)
 
 
 def _advice(which: Framework) -> str:

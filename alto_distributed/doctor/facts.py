@@ -66,6 +66,15 @@ def installed(*names: str) -> str | None:
     return None
 
 
+def version_at(package: str, place: str) -> str | None:
+    """The version of a package, if the one that pip knows is the one that lies at ``place``."""
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return found.version if Path(place).is_relative_to(Path(str(found.locate_file("")))) else None
+
+
 def torch_facts() -> dict[str, Any]:
     """Version, build and vendor."""
     version = str(torch.__version__)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # The child imports from where this process does.
-_PROGRAM = """
+PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
 from alto_distributed.doctor.child import main
 main()
 """
 # Seconds that the other ranks have to report when one has failed.
-_GRACE = 3.0
+GRACE = 3.0
 _POLL = 0.02
 
 
@@ -61,7 +61,7 @@ def _wait(children: Sequence[_Child], seconds: float) -> None:
         if now != sizes:
             sizes, since = now, time.monotonic()
         failed = any(child.process.poll() for child in children)
-        if time.monotonic() - since > (min(_GRACE, seconds) if failed else seconds):
+        if time.monotonic() - since > (min(GRACE, seconds) if failed else seconds):
             return
         time.sleep(_POLL)
 
@@ -70,7 +70,7 @@ class _Child:
     def __init__(self, base: Path, role: Sequence[str]) -> None:
         self._records, self._output = base.with_suffix(".records"), base.with_suffix(".output")
         self._records.touch()
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(self._records), *role]
+        command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(self._records), *role]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

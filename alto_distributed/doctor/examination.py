@@ -29,15 +29,15 @@ def examine(seconds: float) -> dict[str, Any]:
         found.update(devices=[], engines=[pytorch], checks=[_check("all", "skipped", "torch is too old")])
     else:
         with ThreadPoolExecutor(4) as pool:
-            checks = pool.submit(_checks, seconds)
-            ranks = pool.submit(_two_ranks, "cpu", seconds)
+            checks = pool.submit(run_checks, seconds)
+            ranks = pool.submit(two_ranks, "cpu", seconds)
             frameworks = list(pool.map(lambda which: engines.framework(which, seconds), engines.FRAMEWORKS))
             devices, rows = checks.result()
             rows.append(ranks.result())
         accelerators = [device["device"] for device in devices if device["device"] != "cpu"]
         if len(accelerators) > 1:
-            rows.append(_two_ranks(accelerators[0].partition(":")[0], seconds))
-        rows += _unseen(found, accelerators)
+            rows.append(two_ranks(accelerators[0].partition(":")[0], seconds))
+        rows += unseen(found, accelerators)
         found.update(devices=devices, engines=[pytorch, *frameworks, engines.training_program(frameworks)], checks=rows)
     found["problems"] = problems(found)
     found["ok"] = not found["problems"]
@@ -61,7 +61,7 @@ def _check(name: str, status: str, message: str, seconds: float | None = None) -
     return {"name": name, "status": status, "message": message, "seconds": seconds}
 
 
-def _checks(seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def run_checks(seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The devices, and the checks of one process."""
     (ended,) = processes.run(["checks"], seconds=seconds)
     devices: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def _checks(seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     return devices, list(rows.values())
 
 
-def _two_ranks(device_type: str, seconds: float) -> dict[str, Any]:
+def two_ranks(device_type: str, seconds: float) -> dict[str, Any]:
     """Two processes that step shards of the same parameters."""
     name = f"two ranks on {device_type}"
     if not torch.distributed.is_available():
@@ -95,14 +95,16 @@ def _two_ranks(device_type: str, seconds: float) -> dict[str, Any]:
     ended = processes.run(*(["rank", str(rank), str(store.port), device_type] for rank in range(2)), seconds=seconds)
     records = [end.records[-1] for end in ended if end.records]
     failed = next((record["message"] for record in records if record["status"] == "failed"), None)
-    problem = failed or next((end.problem for end in ended if end.problem), None)
+    # A rank that was stopped may have waited for one that crashed.
+    ends = sorted((end.problem for end in ended if end.problem), key=lambda said: said.startswith("it did not end"))
+    problem = failed or next(iter(ends), None)
     if problem is not None or len(records) < 2:
         advice = "check that processes of this machine reach each other (firewall, host name, GLOO_SOCKET_IFNAME)"
         return _check(name, "failed", f"{problem or 'a rank reported nothing'}; {advice}")
     return _check(name, "ok", records[0]["message"], max(record["seconds"] for record in records))
 
 
-def _unseen(found: dict[str, Any], accelerators: list[str]) -> list[dict[str, Any]]:
+def unseen(found: dict[str, Any], accelerators: list[str]) -> list[dict[str, Any]]:
     """GPUs of the machine that torch was built for and does not see."""
     gpus = found["cuda"]["driver_gpus"]
     if not gpus or accelerators or found["torch"]["build"] != "cuda":
