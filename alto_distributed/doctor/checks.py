@@ -103,7 +103,7 @@ def kernel_agrees(kernel: str, device: torch.device) -> str:
             if dtype == torch.float32:
                 largest = max(largest, difference)
     built = f", ready in {time.monotonic() - began:.1f} s" if kernel in ("native", "triton") else ""
-    return f"largest difference to the reference {largest:.0e}{built}"
+    return f"largest difference to the reference {largest:.1g}{built}"
 
 
 def _require_compiler() -> None:
@@ -209,14 +209,17 @@ def sharded_step(rank: int, port: int, device_type: str) -> str:
 
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     if device_type != "cpu":
-        torch.accelerator.set_device_index(rank)
-    backend = dist.get_default_backend_for_device(device_type)
+        torch.get_device_module(device_type).set_device(device)
+    backend = dist.Backend.default_device_backend_map.get(device_type)
+    if backend is None:
+        raise Skipped(f"torch.distributed has no backend for {device_type}")
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=600))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    bound = None if device_type == "cpu" else device
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, device_id=bound)
     difference = _sharded_difference(rank, device)
     if not difference <= TOLERANCE:
         raise Wrong(f"sharded steps differ from unsharded ones by {difference:.1e} of their size; report this")
-    return f"over {backend}, largest difference to unsharded steps {difference:.0e}"
+    return f"over {backend}, largest difference to unsharded steps {difference:.1g}"
 
 
 def _sharded_difference(rank: int, device: torch.device) -> float:

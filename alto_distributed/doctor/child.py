@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import UnsupportedVersion, one_line
+from ..framework_import import advice
 from ..sharding.shutdown import leave
 from . import checks
 
@@ -18,7 +19,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
-    """``RECORDS checks`` | ``RECORDS rank RANK PORT DEVICE_TYPE`` | ``RECORDS framework FOLDER MODULE``."""
+    """``RECORDS checks`` | ``RECORDS rank RANK PORT DEVICE_TYPE`` | ``RECORDS framework FOLDER MODULE PACKAGE``."""
     path, role, *rest = sys.argv[1:]
     with open(path, "a") as file:
 
@@ -60,12 +61,13 @@ def outcome(check: Callable[[], str]) -> dict[str, Any]:
     return {"status": status, "message": message, "seconds": round(time.monotonic() - begin, 2)}
 
 
-def ask(folder: str, module: str) -> dict[str, Any]:
+def ask(folder: str, module: str, package: str) -> dict[str, Any]:
     """Whether a framework can be used with ALTO, from that framework's own folder here.
 
     Args:
         folder: "deepspeed" or "megatron".
         module: the framework's module, whose version is told.
+        package: its name for pip.
     """
     status, message = "supported", ""
     with warnings.catch_warnings(record=True) as caught:
@@ -74,8 +76,8 @@ def ask(folder: str, module: str) -> dict[str, Any]:
             importlib.import_module(f"alto_distributed.{folder}.versions").check_version()
         except UnsupportedVersion as error:
             status, message = "refused", str(error)
-        except Exception as error:  # its own import may fail in any way
-            status, message = "refused", f"it cannot be imported: {one_line(error)}"
+        except Exception as error:  # it may fail in any way
+            status, message = "refused", f"it cannot be used: {one_line(error)}; {advice(package)}"
     for warning in caught:
         # A release that is not in the list of those tested.
         if status == "supported" and "untested" in str(warning.message):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedVersion
+from ..framework_import import advice, conflicts
 from ..torch_version import OLDEST_THAT_LOADS_SAFELY, check_torch
 from . import facts, processes
 
@@ -43,28 +44,19 @@ def framework(which: Framework, seconds: float) -> dict[str, Any]:
     """DeepSpeed or Megatron: imported by its folder here, in a process of its own."""
     place = facts.origin(which.module)
     if place is None:
-        advice = f"pip install 'alto-distributed[{which.folder}]' if you want it"
-        return _engine(which.name, "not installed", message=advice)
-    (ended,) = processes.run(["framework", which.folder, which.module], seconds=seconds)
+        wanted = f"if you want it: pip install '.[{which.folder}]' in a clone of alto_distributed"
+        return _engine(which.name, "not installed", message=wanted)
+    (ended,) = processes.run(["framework", *which[1:]], seconds=seconds)
     if ended.records:
         status, message, version = (ended.records[-1][key] for key in ("status", "message", "version"))
     else:
         status, version = "refused", None
-        message = f"it cannot be imported: {ended.problem or 'its process said nothing'}"
-    unmet = facts.conflicts(which.package)
-    if status == "refused" and "pip install" not in message:
-        message += f"; {unmet[0] if unmet else _advice(which)}"
-    elif unmet and status in USABLE:
+        message = f"it cannot be imported: {ended.problem or 'its process said nothing'}; {advice(which.package)}"
+    unmet = conflicts(which.package)
+    if unmet and status in USABLE:
         message = "; ".join(filter(None, [message, f"imported, but {unmet[0]}"]))
     version = version or facts.version_at(which.package, place)
     return _engine(which.name, status, version, facts.shown_path(place), message)
-
-
-def _advice(which: Framework) -> str:
-    return (
-        f"install a release that fits torch {torch.__version__}: pip install --upgrade 'alto-distributed"
-        f"[{which.folder}]', or remove it: pip uninstall {which.package}"
-    )
 
 
 def training_program(others: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,10 +65,10 @@ def training_program(others: list[dict[str, Any]]) -> dict[str, Any]:
     Args:
         others: the frameworks' verdicts; it needs one that is usable.
     """
-    name, extra = "training program", "pip install 'alto-distributed[pretrain]' if you want it"
+    name, wanted = "training program", "if you want it: pip install '.[pretrain]' in a clone of alto_distributed"
     missing = [module for module in _PROGRAM if facts.origin(module) is None]
     if missing:
-        return _engine(name, "not installed", message=f"{', '.join(missing)} missing; {extra}")
+        return _engine(name, "not installed", message=f"{', '.join(missing)} missing; {wanted}")
     try:
         check_torch(str(torch.__version__), OLDEST_THAT_LOADS_SAFELY, "the pretraining program")
     except UnsupportedVersion as error:

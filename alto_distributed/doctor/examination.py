@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -101,13 +102,14 @@ def two_ranks(device_type: str, seconds: float) -> dict[str, Any]:
     if problem is not None or len(records) < 2:
         advice = "check that processes of this machine reach each other (firewall, host name, GLOO_SOCKET_IFNAME)"
         return _check(name, "failed", f"{problem or 'a rank reported nothing'}; {advice}")
-    return _check(name, "ok", records[0]["message"], max(record["seconds"] for record in records))
+    return _check(name, records[0]["status"], records[0]["message"], max(record["seconds"] for record in records))
 
 
 def unseen(found: dict[str, Any], accelerators: list[str]) -> list[dict[str, Any]]:
     """GPUs of the machine that torch was built for and does not see."""
     gpus = found["cuda"]["driver_gpus"]
-    if not gpus or accelerators or found["torch"]["build"] != "cuda":
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not gpus or accelerators or hidden or found["torch"]["build"] != "cuda":
         return []
     advice = "look at CUDA_VISIBLE_DEVICES, or install a driver for this CUDA or a torch for this driver"
     said = f"nvidia-smi lists {gpus}, and torch for CUDA {found['cuda']['cuda']} can use none with driver "

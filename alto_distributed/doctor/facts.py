@@ -154,9 +154,6 @@ def _output_of(command: Sequence[str]) -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
-# -- packages that do not fit together ---------------------------------------------------------------------
-
-
 def origin(module: str) -> str | None:
     """Where a module would be imported from, or None if there is none. Packages around it are imported."""
     try:
@@ -166,31 +163,6 @@ def origin(module: str) -> str | None:
     if spec is None:
         return None
     return next(iter(spec.submodule_search_locations or [spec.origin or ""]), "")
-
-
-def conflicts(package: str) -> list[str]:
-    """Requirements of an installed package that are not met, each with what to do."""
-    try:
-        from packaging.requirements import InvalidRequirement, Requirement
-
-        lines = importlib.metadata.requires(package) or []
-    except (ImportError, importlib.metadata.PackageNotFoundError):
-        return []
-    found = []
-    for line in lines:
-        try:
-            needed = Requirement(line)
-        except InvalidRequirement:
-            continue
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-            continue
-        have = installed(needed.name)
-        wanted = f"{needed.name}{needed.specifier}"
-        if have is None:
-            found.append(f"{package} requires {wanted}, which is not installed; pip install '{wanted}'")
-        elif not needed.specifier.contains(have, prereleases=True):
-            found.append(f"{package} requires {wanted}, and {have} is installed; pip install '{wanted}'")
-    return found
 
 
 # -- nothing about the user --------------------------------------------------------------------------------

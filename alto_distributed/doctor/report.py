@@ -55,7 +55,8 @@ def _machine(found: dict[str, Any]) -> dict[str, str]:
             capability = f"capability {device['capability']}" if device["capability"] else None
             rows[device["device"]] = ", ".join(filter(None, [device["name"], memory, capability])) or "unknown"
     if not rows:
-        rows["GPUs"] = "none"
+        gpus = found["cuda"]["driver_gpus"]
+        rows["GPUs"] = f"none that this torch can use (nvidia-smi lists {gpus})" if gpus else "none"
     rows["C compiler"] = ": ".join(filter(None, [compiler["command"], compiler["version"]])) or compiler["message"]
     rows["threads"] = f"torch {threads['torch']}, OMP_NUM_THREADS {threads['OMP_NUM_THREADS'] or 'not set'}, "
     rows["threads"] += f"{threads['cores']} cores; torchrun sets OMP_NUM_THREADS=1 unless it is set"

@@ -5,9 +5,12 @@ optimizers are not touched.
 """
 
 from ..apex import warn_of_namesake
-from .versions import check_version
+from ..framework_import import explained
 
-check_version()  # before the imports below, which another version may not have
+with explained("megatron.core", "megatron-core"):
+    from .versions import check_version
+
+    check_version()  # before the imports below, which another version may not have
 warn_of_namesake()
 
 from .build import altos, diagnostics  # noqa: E402
