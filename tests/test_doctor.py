@@ -4,9 +4,12 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -86,8 +89,8 @@ def test_the_page_says_what_the_json_says(healthy):
     text = page(healthy)
     assert text.endswith("Nothing is wrong.")
     for row in [*healthy["engines"], *healthy["checks"]]:
-        (line,) = [line for line in text.splitlines() if row["name"] in line and row["status"] in line]
-        assert row["message"] in line
+        parts = (row["name"], row["status"], row["message"])
+        assert any(all(part in line for part in parts) for line in text.splitlines()), parts
     for words in (healthy["torch"]["version"], "megatron-core", "TransformerEngine", "apex", "huge pages", "threads"):
         assert words in text
     assert len(text.splitlines()) < 50
@@ -106,6 +109,9 @@ def test_no_name_of_the_user_is_in_it(monkeypatch):
 #: A step of one kernel that is a hundredth too large. Both ranks die, the second at once.
 WRONG_KERNEL_AND_RANKS = """
 import os, sys, time
+if "checks" in sys.orig_argv:  # it needs torch alone
+    others = ("numpy", "yaml", "packaging", "triton", "deepspeed", "megatron", "transformers", "tqdm")
+    sys.modules.update(dict.fromkeys(others))
 if "rank" in sys.orig_argv:
     time.sleep(0.2) if sys.orig_argv[-3] == "0" else None
     os.kill(os.getpid(), 11)
@@ -253,6 +259,15 @@ def test_a_torch_that_cannot_be_imported_is_told(tmp_path):
     assert others.stderr.endswith("OSError: libcudart.so.12: cannot open shared object file\n")
 
 
+def test_it_needs_torch_alone():
+    """The checks, too: see ``broken``."""
+    others = ["numpy", "yaml", "packaging", "triton", "deepspeed", "megatron", "transformers", "tqdm", "psutil"]
+    program = f"import sys; sys.modules.update(dict.fromkeys({others}))\n"
+    program += "from alto_distributed import doctor\nfrom alto_distributed.doctor import engines, facts\n"
+    program += "facts.facts(); [engines.framework(f, 1.0) for f in engines.FRAMEWORKS]; engines.training_program([])"
+    subprocess.run([sys.executable, "-c", program], cwd=REPO, env=environment(), check=True)
+
+
 def test_ranks_that_hang_are_told(tmp_path, monkeypatch):
     modules(tmp_path, sitecustomize="import sys, time\nif 'rank' in sys.orig_argv: time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -272,6 +287,28 @@ def test_a_rank_that_dies_stops_the_one_that_waits_for_it(tmp_path, monkeypatch)
     assert time.monotonic() - began < 50
     assert check["status"] == "failed"
     assert "SIGSEGV" in check["message"]
+
+
+def test_control_c_stops_its_processes(tmp_path):
+    hangs = "import os, sys, time\nif len(sys.orig_argv) > 4 and sys.orig_argv[1] == '-c':\n"
+    hangs += f"    open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w')\n    time.sleep(600)\n"
+    modules(tmp_path, sitecustomize=hangs)
+    variables = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+    command = [sys.executable, "-m", "alto_distributed", "doctor"]
+    process = subprocess.Popen(command, cwd=REPO, env=variables, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 50
+        while len(started := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert b"Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+    for child_id in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child_id, 0)
 
 
 def test_a_check_that_hangs_is_told_and_those_after_it_too(monkeypatch):
@@ -355,6 +392,27 @@ def test_a_framework_that_is_not_there_is_no_problem():
     assert examination.problems({"engines": [engine], "apex": {"kind": None}, "checks": []}) == []
 
 
+def test_what_a_framework_folder_says_is_the_status(monkeypatch):
+    def ask(check):
+        monkeypatch.setitem(sys.modules, "alto_distributed.some", types.ModuleType("some"))
+        monkeypatch.setitem(sys.modules, "alto_distributed.some.versions", types.SimpleNamespace(check_version=check))
+        monkeypatch.setitem(sys.modules, "some", types.SimpleNamespace(__version__="1.2"))
+        return child.ask("some", "some", "some-package")
+
+    def refuse():
+        raise UnsupportedVersion("some 1.2 lacks a method")
+
+    def fail():
+        raise AttributeError("no method")
+
+    assert ask(lambda: None) == {"status": "supported", "message": "", "version": "1.2"}
+    untested = ask(lambda: warnings.warn("some 1.2 is untested", stacklevel=1))
+    assert (untested["status"], untested["message"]) == ("untested", "some 1.2 is untested")
+    assert ask(lambda: warnings.warn("something else", stacklevel=1))["status"] == "supported"
+    assert (ask(refuse)["status"], ask(refuse)["message"]) == ("refused", "some 1.2 lacks a method")
+    assert ask(fail)["message"].startswith("it cannot be used: AttributeError: no method; pip install another release")
+
+
 @pytest.mark.parametrize(
     ("version", "cuda", "hip", "build", "vendor"),
     [
@@ -412,10 +470,14 @@ def test_kernels_are_checked_on_an_accelerator_and_ranks_over_its_backend(tmp_pa
     path = os.pathsep.join([str(tmp_path), str(REPO)])
     for name, value in {**environment(), "PYTHONPATH": path}.items():
         monkeypatch.setenv(name, value)
-    devices, rows = examination.run_checks(300.0)
+    monkeypatch.setattr(engines, "FRAMEWORKS", ())
+    found = examination.examine(300.0)
+    devices, rows = found["devices"], by_name(found["checks"])
     assert devices[1] == {"device": "pretend:0", "name": "pretend", "memory": 80 << 30, "capability": "8.0"}
-    found = {name: row["status"] for name, row in by_name(rows).items()}
-    for name in ("kernel torch on pretend:0", "kernel reference on pretend:1", "save and load on pretend:0"):
-        assert found[name] == "ok", rows
-    assert found["kernel triton on pretend:0"] == "skipped"
-    assert examination.two_ranks("pretend", seconds=300.0)["status"] == "ok"
+    usual = [f"{what} on pretend:0" for what in ("kernel torch", "kernel reference", "save and load")]
+    for name in (*usual, "kernel torch on pretend:1", "two ranks on cpu", "two ranks on pretend"):
+        assert rows[name]["status"] == "ok", rows
+    assert rows["kernel triton on pretend:0"]["status"] == "skipped"
+    assert "over pretend" in rows["two ranks on pretend"]["message"]
+    assert found["ok"]
+    assert re.search("pretend:0 .*80 GiB, capability 8.0", page(found))

@@ -25,7 +25,10 @@ def main(arguments: Sequence[str]) -> int:
         "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="limit of each check (default: 60)"
     )
     options = parser.parse_args(arguments)
-    found = examine(options.timeout)
+    try:
+        found = examine(options.timeout)
+    except KeyboardInterrupt:
+        return 130  # as a shell has it
     print(json.dumps(found, indent=2) if options.json else page(found))
     return 0 if found["ok"] else 1
 

@@ -29,21 +29,31 @@ def examine(seconds: float) -> dict[str, Any]:
         # Nothing else of this package can be imported.
         found.update(devices=[], engines=[pytorch], checks=[_check("all", "skipped", "torch is too old")])
     else:
-        with ThreadPoolExecutor(4) as pool:
-            checks = pool.submit(run_checks, seconds)
-            ranks = pool.submit(two_ranks, "cpu", seconds)
-            frameworks = list(pool.map(lambda which: engines.framework(which, seconds), engines.FRAMEWORKS))
-            devices, rows = checks.result()
-            rows.append(ranks.result())
+        devices, frameworks, rows = _in_processes(seconds)
         accelerators = [device["device"] for device in devices if device["device"] != "cpu"]
-        if len(accelerators) > 1:
-            rows.append(two_ranks(accelerators[0].partition(":")[0], seconds))
         rows += unseen(found, accelerators)
         found.update(devices=devices, engines=[pytorch, *frameworks, engines.training_program(frameworks)], checks=rows)
     found["problems"] = problems(found)
     found["ok"] = not found["problems"]
     cleaned: dict[str, Any] = without_home(found)
     return cleaned
+
+
+def _in_processes(seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Devices, frameworks and checks: what runs in processes of its own, side by side."""
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            checks = pool.submit(run_checks, seconds)
+            ranks = pool.submit(two_ranks, "cpu", seconds)
+            frameworks = list(pool.map(lambda which: engines.framework(which, seconds), engines.FRAMEWORKS))
+            devices, rows = checks.result()
+            rows.append(ranks.result())
+            if len(devices) > 2:
+                rows.append(two_ranks(devices[1]["device"].partition(":")[0], seconds))
+        except BaseException:  # Ctrl-C: the processes do not get it
+            processes.interrupted.set()
+            raise
+    return devices, frameworks, rows
 
 
 def problems(found: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ main()
 # Seconds that the other ranks have to report when one has failed.
 GRACE = 3.0
 _POLL = 0.02
+
+#: Set when the doctor is interrupted: all processes are stopped.
+interrupted = threading.Event()
 
 
 class Ended(NamedTuple):
@@ -63,7 +67,8 @@ def _wait(children: Sequence[_Child], seconds: float) -> None:
         failed = any(child.process.poll() for child in children)
         if time.monotonic() - since > (min(GRACE, seconds) if failed else seconds):
             return
-        time.sleep(_POLL)
+        if interrupted.wait(_POLL):
+            return
 
 
 class _Child:
