@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import types
 import warnings
@@ -102,6 +103,7 @@ def test_no_name_of_the_user_is_in_it(monkeypatch):
     monkeypatch.setenv("HOME", "/data/jane")
     found = facts.without_home({"a": ["/data/jane/x", "in /home/joe/y:", "/data/janet"], "b": 1, "c": None})
     assert found == {"a": ["~/x", "in ~/y:", "/data/janet"], "b": 1, "c": None}
+    assert facts.without_home(f"({sysconfig.get_path('purelib')}/x.py)") == "(site-packages/x.py)"
 
 
 # -- a machine where everything is wrong -------------------------------------------------------------------

@@ -177,13 +177,15 @@ def shown_path(path: str) -> str:
 
 
 def without_home(value: Any) -> Any:
-    """The same with "~" for home directories in all texts, which would name the user."""
+    """The same with "site-packages" and "~" for the directories of pip and of users, whose names may be in them."""
     if isinstance(value, dict):
         return {key: without_home(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_home(item) for item in value]
     if not isinstance(value, str):
         return value
+    for name in ("purelib", "platlib"):
+        value = value.replace(sysconfig.get_path(name), "site-packages")
     for home in {os.path.expanduser("~"), os.path.realpath(os.path.expanduser("~"))} - {"/", "~"}:
         value = re.sub(re.escape(home) + r"(?=/|\W|$)", "~", value)
     return re.sub(r"/(?:home|Users)/[^/\s'\"]+", "~", value)
