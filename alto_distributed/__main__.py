@@ -17,7 +17,8 @@ from .sharding.shutdown import leave
 #: Ours, in alto_distributed.pretrain; anything else is a script.
 COMMANDS = ("prepare", "pretrain", "compare", "report", "estimate")
 USAGE = f"""usage: python -m alto_distributed SCRIPT [arguments of the script ...]
-       python -m alto_distributed {{{",".join(COMMANDS)}}} [--help]"""
+       python -m alto_distributed {{{",".join(COMMANDS)}}} [--help]
+       python -m alto_distributed doctor [--json]"""
 
 
 def main() -> None:
@@ -25,6 +26,10 @@ def main() -> None:
     rank = [sys.argv.pop(1)] if sys.argv[1:] and sys.argv[1].startswith("--local_rank=") else []
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         raise SystemExit(USAGE)
+    if sys.argv[1] == "doctor" and not Path(sys.argv[1]).is_file():
+        from .doctor import main as doctor
+
+        raise SystemExit(doctor(sys.argv[2:]))
     if sys.argv[1] in COMMANDS and not Path(sys.argv[1]).is_file():
         register()
         from .pretrain.commands import main as command

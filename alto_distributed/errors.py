@@ -52,3 +52,10 @@ def refuse_unsupported_gradient(who: str, grad: torch.Tensor) -> None:
         )
     if grad.is_complex():
         raise UnsupportedTensor(f"{who} does not support complex gradients; use torch.view_as_real")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in one line: its type and what it says, cut where that gets long."""
+    said = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return text if len(text) <= 2 * _LONGEST else f"{text[: 2 * _LONGEST]}..."

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
-import torch
 
-from .errors import UnsupportedVersion
+def doctor_is_asked() -> bool:
+    """Whether this process is ``python -m alto_distributed doctor`` or ``alto doctor``."""
+    program, *arguments = sys.argv or [""]
+    ours = Path(program).stem == "alto" or (program == "-m" and "alto_distributed" in sys.orig_argv)
+    return ours and arguments[:1] == ["doctor"]
+
+
+try:
+    import torch
+except Exception as error:  # none, or one whose libraries are missing
+    if not doctor_is_asked():
+        raise
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    raise SystemExit(
+        f"alto_distributed doctor: torch cannot be imported ({reason}); install it anew: "
+        "pip install --force-reinstall torch"
+    ) from None
+
+from .errors import UnsupportedVersion  # noqa: E402  (it imports torch too)
 
 #: The first with the public ``fully_shard``. pyproject.toml and README.md say the same.
 OLDEST = (2, 6)
@@ -30,4 +49,12 @@ def check_torch(version: str, oldest: tuple[int, int] = OLDEST, who: str = "alto
         )
 
 
-check_torch(str(torch.__version__))
+try:
+    check_torch(str(torch.__version__))
+except UnsupportedVersion:
+    if not doctor_is_asked():
+        raise
+    # The rest of the package cannot be imported, and this is what the doctor is to say.
+    from .doctor import main
+
+    raise SystemExit(main(sys.argv[2:])) from None

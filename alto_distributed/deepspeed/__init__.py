@@ -4,12 +4,15 @@ Importing this module registers ALTO, EAdamW and ESGD (any letter case) with Dee
 ``ALTO`` passed to ``deepspeed.initialize`` is served as well. Other optimizers are not touched.
 """
 
-from .versions import check_version
+from ..framework_import import explained
 
-check_version()  # before the imports below, which another version may not have
+with explained("deepspeed", "deepspeed"):
+    from .versions import check_version
 
-from .build import ESGD  # noqa: E402
-from .register import register  # noqa: E402
+    check_version()  # before the imports below, which another version may not have
+
+from .build import ESGD
+from .register import register
 
 __all__ = ["ESGD", "register"]
 

@@ -4,9 +4,14 @@ Importing this module makes ``megatron.core.optimizer.get_megatron_optimizer`` a
 optimizers are not touched.
 """
 
-from .versions import check_version
+from ..apex import warn_of_namesake
+from ..framework_import import explained
 
-check_version()  # before the imports below, which another version may not have
+with explained("megatron.core", "megatron-core"):
+    from .versions import check_version
+
+    check_version()  # before the imports below, which another version may not have
+warn_of_namesake()
 
 from .build import altos, diagnostics  # noqa: E402
 from .config import AltoOptimizerConfig  # noqa: E402

@@ -103,7 +103,8 @@ def _refuse_others(path: Path) -> None:
         raise PermissionError(f"{path} can be written to by others (chmod go-w {path})")
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
+    """The command of the C compiler. Raises NativeUnavailable."""
     chosen = os.environ.get("CC")
     if chosen:
         command = shlex.split(chosen)
@@ -118,7 +119,7 @@ def _compiler() -> list[str]:
 
 def _build(path: Path) -> Path:
     """Compile to ``path``, which appears whole or not at all."""
-    compiler = _compiler()
+    compiler = find_compiler()
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix="unfinished-", suffix=".so")
     os.close(handle)
     try:

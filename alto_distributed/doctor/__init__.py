@@ -1,0 +1,40 @@
+"""``python -m alto_distributed doctor``: this machine and environment on one page, with self-checks.
+
+It needs torch alone. What could hang or crash (devices, frameworks, kernels, process groups) runs in processes of its
+own (:mod:`.processes`, :mod:`.child`), so that it is reported and the doctor goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from .examination import examine
+from .report import page
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the page, or the same as JSON; returns the exit code: 1 if something is wrong that a user relies on."""
+    parser = argparse.ArgumentParser(
+        "alto_distributed doctor",
+        description="Versions, devices, what each engine supports, and self-checks. A bug report contains its output.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="limit of each check (default: 60)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        found = examine(options.timeout)
+    except KeyboardInterrupt:
+        return 130  # as a shell has it
+    print(json.dumps(found, indent=2) if options.json else page(found))
+    return 0 if found["ok"] else 1
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
