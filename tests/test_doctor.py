@@ -22,7 +22,7 @@ from alto_distributed.doctor.report import page
 from alto_distributed.errors import UnsupportedVersion
 from alto_distributed.framework_import import explained
 
-from .launcher import REPO, environment
+from .launcher import EXHAUSTIVE, REPO, environment
 
 
 def run(*arguments, first=None, **variables):
@@ -395,9 +395,10 @@ def test_a_framework_that_is_not_there_is_no_problem():
 
 
 def test_what_a_framework_folder_says_is_the_status(monkeypatch):
-    def ask(check):
+    def ask(check, warn=lambda: None):
+        versions = types.SimpleNamespace(check_version=check, warn_if_untested=warn)
         monkeypatch.setitem(sys.modules, "alto_distributed.some", types.ModuleType("some"))
-        monkeypatch.setitem(sys.modules, "alto_distributed.some.versions", types.SimpleNamespace(check_version=check))
+        monkeypatch.setitem(sys.modules, "alto_distributed.some.versions", versions)
         monkeypatch.setitem(sys.modules, "some", types.SimpleNamespace(__version__="1.2"))
         return child.ask("some", "some", "some-package")
 
@@ -408,7 +409,7 @@ def test_what_a_framework_folder_says_is_the_status(monkeypatch):
         raise AttributeError("no method")
 
     assert ask(lambda: None) == {"status": "supported", "message": "", "version": "1.2"}
-    untested = ask(lambda: warnings.warn("some 1.2 is untested", stacklevel=1))
+    untested = ask(lambda: None, lambda: warnings.warn("some 1.2 is untested", stacklevel=1))
     assert (untested["status"], untested["message"]) == ("untested", "some 1.2 is untested")
     assert ask(lambda: warnings.warn("something else", stacklevel=1))["status"] == "supported"
     assert (ask(refuse)["status"], ask(refuse)["message"]) == ("refused", "some 1.2 lacks a method")
@@ -464,6 +465,7 @@ def test_a_limit_that_is_none_is_refused(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
 def test_kernels_are_checked_on_an_accelerator_and_ranks_over_its_backend(tmp_path, monkeypatch):
     """On the pretend one (tests/pretend)."""
     there = "import sys\nif 'alto_distributed.doctor' in sys.orig_argv[2]:\n"

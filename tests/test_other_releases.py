@@ -1,4 +1,4 @@
-"""The oldest and the newest supported release of each framework, beside the installed one; scripts/matrix.py has more."""
+"""The oldest and the newest supported release of each framework, beside the installed one. More: scripts/matrix.py."""
 
 import os
 import subprocess

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..groups import whole_shape
-from .versions import option
+from .versions import faults, option
 
 
 def refuse_unsupported(engine: Any, parameters: list[Any]) -> None:
@@ -47,6 +47,7 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
         )
     if option(engine, "is_deepcompile_enabled"):
         yield 'DeepCompile has not been tested; set "compile": {"deepcompile": false}'
+    yield from faults(engine, stage)
     for p in (p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])):
         if p.requires_grad and stage == 3 and 0 in whole_shape(p):
             yield f"a parameter without elements (shape {whole_shape(p)}) breaks ZeRO stage 3; remove or freeze it"

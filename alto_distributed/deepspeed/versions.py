@@ -7,8 +7,9 @@ out its shards is verified against the model's weights when an engine is built (
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -93,6 +94,24 @@ def load_state(wrapper: Any, folder: str, key: str, param: torch.Tensor) -> Any:
     """Stage 3: this rank's part of a state in a universal checkpoint; the parameter is asked for from 0.19.4 on."""
     method = wrapper.load_hp_checkpoint_state
     return method(folder, key, param=param) if "param" in inspect.signature(method).parameters else method(folder, key)
+
+
+def faults(engine: Any, stage: int) -> Iterator[str]:
+    """Settings in which the installed release computes wrong gradients, with any optimizer. VERSIONS.md lists them."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", deepspeed.__version__)
+    if found is None:
+        return
+    version = tuple(map(int, found.groups()))
+    wrong = f"gives wrong gradients in DeepSpeed {deepspeed.__version__}, with any optimizer"
+    if version < (0, 19, 8) and stage in (1, 2) and not engine.zero_contiguous_gradients():
+        yield f'"contiguous_gradients": false {wrong}; remove it, or use 0.19.8'
+    if (0, 17) <= version < (0, 18, 3) and stage == 2 and engine.gradient_accumulation_steps() > 1:
+        yield f"gradient accumulation at ZeRO stage 2 {wrong}; use stage 1, or 0.19.8"
+    if engine.bfloat16_enabled():
+        if (0, 17) <= version < (0, 18, 9) and stage == 0:
+            yield f"bf16 at ZeRO stage 0 {wrong}; use stage 1, or 0.19.8"
+        if (0, 17) <= version < (0, 19) and stage == 1 and engine.get_data_types()[1] == torch.float32:
+            yield f'bf16 with "grad_accum_dtype": "fp32" at ZeRO stage 1 {wrong}; use stage 2, or 0.19.8'
 
 
 def option(engine: Any, name: str) -> Any:

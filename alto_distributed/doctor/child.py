@@ -73,13 +73,14 @@ def ask(folder: str, module: str, package: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            importlib.import_module(f"alto_distributed.{folder}.versions").check_version()
+            versions = importlib.import_module(f"alto_distributed.{folder}.versions")
+            versions.check_version()
+            versions.warn_if_untested()
         except UnsupportedVersion as error:
             status, message = "refused", str(error)
         except Exception as error:  # it may fail in any way
             status, message = "refused", f"it cannot be used: {one_line(error)}; {advice(package)}"
     for warning in caught:
-        # A release that is not in the list of those tested.
         if status == "supported" and "untested" in str(warning.message):
             status, message = "untested", " ".join(str(warning.message).split())
     return {"status": status, "message": message, "version": getattr(sys.modules.get(module), "__version__", None)}

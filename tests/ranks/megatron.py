@@ -287,7 +287,7 @@ def case_other_optimizers_are_left_alone():
                 assert type(engine.wrappers[0]).__module__.startswith("megatron.core.optimizer")
                 assert largest_gap(engine, expected) <= 1e-6
     with parallel(Layout()):
-        with pytest.raises(AssertionError, match="Only Adam and HybridDeviceOptimizer"):
+        with pytest.raises(AssertionError, match="Only Adam.* HybridDeviceOptimizer"):
             Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="sgd", lr=LR))
         with pytest.raises(Exception, match="lamb optimizer is not supported"):
             Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="lamb", lr=LR))
