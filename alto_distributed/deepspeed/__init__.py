@@ -4,7 +4,11 @@ Importing this module registers ALTO, EAdamW and ESGD (any letter case) with Dee
 ``ALTO`` passed to ``deepspeed.initialize`` is served as well. Other optimizers are not touched.
 """
 
-from .versions import check_version
+from ..extras import require
+
+require("deepspeed")
+
+from .versions import check_version  # noqa: E402
 
 check_version()  # before the imports below, which another version may not have
 

@@ -4,7 +4,11 @@ Importing this module makes ``megatron.core.optimizer.get_megatron_optimizer`` a
 optimizers are not touched.
 """
 
-from .versions import check_version
+from ..extras import require
+
+require("megatron.core")
+
+from .versions import check_version  # noqa: E402
 
 check_version()  # before the imports below, which another version may not have
 
