@@ -39,7 +39,7 @@ def test_code_packaging_and_readme_name_the_same_versions():
 
     safe = ".".join(map(str, OLDEST_THAT_LOADS_SAFELY))
     assert f"torch>={safe}" in extras["pretrain"]
-    assert f"pretraining program torch {safe}" in README
+    assert f"pretraining program needs torch {safe}" in README
 
     (deepspeed,) = supported("deepspeed")
     assert f"Supported is DeepSpeed {deepspeed} and no other" in README
