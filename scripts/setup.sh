@@ -22,8 +22,10 @@ is_installed() {
 install_extras() {
     "$PYTHON" -m venv "$ROOT/.venv" || return
     local with=("$PY" -m pip install --disable-pip-version-check)
-    # The system's certificates, as pip has it: a proxy may have its own.
-    if command -v uv; then with=(env UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" uv pip install --python "$PY"); fi
+    # The certificates of the system, as pip has it: a proxy may have its own. Older versions of uv know the second name.
+    if command -v uv; then
+        with=(env UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" uv pip install --python "$PY")
+    fi
     "${with[@]}" -c "$ROOT/constraints.txt" -e "${ROOT}[$1]"
 }
 
