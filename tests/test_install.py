@@ -233,7 +233,7 @@ PROMISES = {
     "mpi": [["bin/mpirun", "--oversubscribe", "-n", "2", "bin/python", "-c", RANKS]],
     "gpu": [["bin/python", "-c", "import alto_distributed.update.gpu.kernel"]],
     "pretrain": [PREPARE, ["bin/alto", *PRETRAIN, "--dry-run"], ["bin/alto", "estimate", "--config", TINY]],
-    "deepspeed,pretrain": [PREPARE, ["bin/python", *TRAIN, "training.iterations=2"]],
+    "deepspeed,pretrain": [PREPARE, ["bin/python", *TRAIN, "training.iterations=2", "schedule.warmup=1"]],
 }
 
 
@@ -260,7 +260,8 @@ def test_an_extra_alone_does_what_it_promises(extras, wheel, tmp_path):
             said = subprocess.run(
                 [home / "bin/alto", "prepare"], env=variables, capture_output=True, text=True, check=False
             )
-            (line,) = said.stderr.splitlines()
-            assert line.endswith("is not installed: pip install 'alto-distributed[pretrain]'")
+            assert "Traceback" not in said.stderr
+            # The last line, for without numpy torch warns at its import.
+            assert said.stderr.splitlines()[-1].endswith("is not installed: pip install 'alto-distributed[pretrain]'")
     finally:
         shutil.rmtree(home)  # gigabytes
