@@ -21,5 +21,8 @@ if [ -n "${DRY_RUN:-}" ]; then
     printf '%q ' "${command[@]}" && echo
     exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world "$RANKS"
 fi
-command -v "${command[0]}" >/dev/null || { echo "there is no ${command[0]}: pip install 'alto-distributed[mpi]'" >&2 && exit 127; }
+if ! command -v "${command[0]}" >/dev/null; then
+    echo "there is no ${command[0]}: pip install 'alto-distributed[mpi]'" >&2
+    exit 127
+fi
 exec "${command[@]}"
