@@ -28,6 +28,8 @@ def installed(tmp_path):
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(REPO / name, tmp_path)
     (tmp_path / "bin").mkdir()
+    for tool in ("basename", "bash", "cat", "cksum", "cp", "date", "dirname", "env", "mkdir"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))  # and no uv of the system's
 
     def run(*command, uv=False, **variables):
         for name in ("python3.11", *(["uv"] if uv else [])):
@@ -35,7 +37,7 @@ def installed(tmp_path):
             (tmp_path / "bin" / name).chmod(0o755)
         notes = tmp_path / "notes"
         notes.write_text("")
-        base = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "NOTES": str(notes)}
+        base = {"PATH": f"{tmp_path}/bin", "HOME": str(tmp_path), "NOTES": str(notes)}
         done = subprocess.run(
             ["bash", *command], cwd=tmp_path, env=base | variables, capture_output=True, text=True, check=False
         )
