@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 8 -m alto_distributed train.py --deepspeed --deepspeed_config ds.json
 torchrun --nproc-per-node 8 -m alto_distributed Megatron-LM/pretrain_gpt.py --optimizer alto --alto-alpha -5 ...
 torchrun --nproc-per-node 8 -m alto_distributed pretrain --config configs/gpt2-345m.yaml
+
+The console script ``alto`` is the same as ``python -m alto_distributed``.
 """
 
 from __future__ import annotations
@@ -11,30 +13,42 @@ import runpy
 import sys
 from pathlib import Path
 
+from .errors import MissingExtra, UnsupportedVersion
+from .extras import explained
 from .registration import register
 from .sharding.shutdown import leave
 
 #: Ours, in alto_distributed.pretrain; anything else is a script.
 COMMANDS = ("prepare", "pretrain", "compare", "report", "estimate")
-USAGE = f"""usage: python -m alto_distributed SCRIPT [arguments of the script ...]
-       python -m alto_distributed {{{",".join(COMMANDS)}}} [--help]
-       python -m alto_distributed doctor [--json]"""
+USAGE = f"""usage: {{0}} SCRIPT [arguments of the script ...]
+       {{0}} {{{{{",".join(COMMANDS)}}}}} [--help]
+       {{0}} doctor [--json]"""
 
 
 def main() -> None:
     # DeepSpeed's launcher (--module) puts the rank between the module and its arguments; it is meant for the script.
     rank = [sys.argv.pop(1)] if sys.argv[1:] and sys.argv[1].startswith("--local_rank=") else []
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        raise SystemExit(USAGE)
+    program = "alto" if Path(sys.argv[0]).stem == "alto" else "python -m alto_distributed"
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(USAGE.format(program))
+        return
+    if len(sys.argv) < 2:
+        raise SystemExit(USAGE.format(program))
     if sys.argv[1] == "doctor" and not Path(sys.argv[1]).is_file():
         from .doctor import main as doctor
 
         raise SystemExit(doctor(sys.argv[2:]))
     if sys.argv[1] in COMMANDS and not Path(sys.argv[1]).is_file():
         register()
-        from .pretrain.commands import main as command
+        try:
+            from .pretrain.commands import main as command
 
-        command([sys.argv[1], *rank, *sys.argv[2:]])
+            command([sys.argv[1], *rank, *sys.argv[2:]], program)
+        except ImportError as error:
+            reason = str(error) if isinstance(error, MissingExtra | UnsupportedVersion) else explained(error)
+            if reason is None:
+                raise
+            raise SystemExit(f"alto_distributed {sys.argv[1]}: {reason}") from error
         leave()
         return
     script = Path(sys.argv[1])

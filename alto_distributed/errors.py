@@ -1,6 +1,6 @@
 """The errors a user can cause, each a ValueError.
 
-Four of them also carry the type that PyTorch or Python would have raised at the same place, so that
+Five of them also carry the type that PyTorch or Python would have raised at the same place, so that
 code written against ``torch.optim`` keeps catching them.
 """
 
@@ -34,6 +34,10 @@ class UnknownHyperparameter(ValueError, TypeError):
 
 class UnsupportedVersion(ValueError, ImportError):
     """A framework that this package was not made for. Found out at import, where Python raises ImportError."""
+
+
+class MissingExtra(ValueError, ModuleNotFoundError):
+    """A module that one of this package's extras installs."""
 
 
 class UnsupportedTensor(ValueError, RuntimeError):

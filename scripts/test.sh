@@ -8,7 +8,7 @@
 #   JOBS=2        test files that run at a time; 0 runs them one after the other in this process
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/setup.sh" dev
 cd "$ROOT"
 if [ "${1:-}" = --device ]; then
     export DEVICE=${2:?cpu, pretend or cuda}

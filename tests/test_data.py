@@ -17,9 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("megatron.core")
-
-from alto_distributed.pretrain.data import Samples, command, files, parts, samples, sources, splits, tokenizer
+from alto_distributed.pretrain.data import Samples, command, files, indexed, parts, samples, sources, splits, tokenizer
 from alto_distributed.pretrain.data import prepare as preparing
 from alto_distributed.pretrain.data.permutation import Permutation
 from alto_distributed.pretrain.data.prepare import prepare
@@ -70,7 +68,7 @@ def contents(directory):
 
 def documents_of(directory, split):
     """As Megatron's own reader sees them."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    IndexedDataset = pytest.importorskip("megatron.core.datasets.indexed_dataset").IndexedDataset
 
     words = files.open_tokenizer(directory)
     dataset = IndexedDataset(str(directory / split), multimodal=False, mmap=True)
@@ -290,20 +288,59 @@ def test_what_cannot_be_prepared_is_refused_with_a_reason(message, tmp_path):
 
 
 def test_tokens_that_do_not_fit_are_refused_not_wrapped(tmp_path):
-    from alto_distributed.megatron import indexed
-
-    assert [files.token_dtype(n).name for n in (257, 65499, 65500, 2**31 - 1)] == ["uint16", "uint16", "int32", "int32"]
+    assert [indexed.token_dtype(n).name for n in (257, 65499, 65500, 2**31 - 1)] == [
+        "uint16",
+        "uint16",
+        "int32",
+        "int32",
+    ]
     with pytest.raises(ValueError, match="does not fit into int32"):
-        files.token_dtype(2**31)
+        indexed.token_dtype(2**31)
     writer = indexed.Writer(tmp_path / "x", np.dtype(np.uint16))
     with pytest.raises(ValueError, match="token 65536 does not fit into uint16"):
         writer.add(np.array([1, 65536]))
+    with pytest.raises(ValueError, match="token -1 does not fit into uint16"):
+        writer.add(np.array([-1, 3]))
 
 
-def test_without_megatron_it_says_what_to_install(corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(ValueError, match=r"pip install alto_distributed\[megatron\]"):
-        prepare(tmp_path, [corpus], kind="bytes")
+#: Documents whose index is easy to get wrong: none, one, empty ones at each place, the largest tokens, many.
+LAYOUTS = {
+    "none": [],
+    "one": [[1, 2, 3]],
+    "empty": [[]],
+    "empty in between": [[], [5], [], [], [6, 7], []],
+    "largest": [[0, 65534], [65535]],
+    "many": [list(range(n % 7)) for n in range(1000)],
+}
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_files_are_those_of_megatrons_builder_byte_for_byte(layout, dtype, tmp_path):
+    builder = pytest.importorskip("megatron.core.datasets.indexed_dataset").IndexedDatasetBuilder
+    theirs = builder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    ours = indexed.Writer(tmp_path / "ours.x", np.dtype(dtype))  # a prefix may have a dot
+    documents = [np.array(document, dtype=np.int64) for document in LAYOUTS[layout]]
+    for document in documents:
+        theirs.add_document(document, [document.size])
+        ours.add(document)
+    theirs.finalize(str(tmp_path / "theirs.idx"))
+    ours.close()
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"ours.x.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
+    assert (ours.documents, ours.tokens) == (len(documents), sum(document.size for document in documents))
+
+
+def test_preparing_imports_no_framework(corpus, tmp_path):
+    """Writing an index took megatron-core, and minutes of downloads."""
+    blocked = ["megatron", "megatron.core", "deepspeed", "transformers", "triton"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+        "from alto_distributed.pretrain.data.prepare import prepare\n"
+        f"prepare({str(tmp_path)!r}, [{str(corpus)!r}], kind='bytes', split={HALVES!r})"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    assert (tmp_path / files.MANIFEST).exists()
 
 
 # Workers and interruptions

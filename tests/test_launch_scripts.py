@@ -128,6 +128,16 @@ def test_the_stub_would_tell(tree):
         os.remove(left)
 
 
+@pytest.mark.parametrize(("script", "extras"), [("mpirun", "mpi"), ("deepspeed", "deepspeed,pretrain")])
+def test_a_launcher_that_is_missing_is_told_with_what_to_install(script, extras, tree):
+    path = f"{tree}/empty:/usr/bin:/bin"
+    if shutil.which(script, path=path):
+        pytest.skip(f"the system has {script}")
+    notes, done = started(tree, script, "configs/x.yaml", dry=False, PATH=path)
+    assert (notes, done.returncode) == ("", 127)
+    assert done.stderr == f"there is no {script}: pip install 'alto-distributed[{extras}]'\n"
+
+
 @pytest.mark.parametrize(
     ("script", "variables", "ranks"),
     [

@@ -185,7 +185,7 @@ def test_options_that_are_refused(name, options, message):
 def test_a_library_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     run = run_of(optimizer={"name": "lion"})
-    with pytest.raises(ValueError, match="pip install pytorch_optimizer"):
+    with pytest.raises(ValueError, match=r"pytorch_optimizer is not installed: pip install '.*\[pretrain\]'"):
         optimizers.build_optimizer(run, optimizers.build_groups(run, build_model(run)))
 
 

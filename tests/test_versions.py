@@ -1,4 +1,4 @@
-"""The versions that are supported: pyproject.toml, README.md and the code say the same, and others are refused."""
+"""The versions that are supported: pyproject.toml, README.md, VERSIONS.md and the code say the same."""
 
 import ast
 import json
@@ -39,16 +39,29 @@ def test_code_packaging_and_readme_name_the_same_versions():
 
     safe = ".".join(map(str, OLDEST_THAT_LOADS_SAFELY))
     assert f"torch>={safe}" in extras["pretrain"]
-    assert f"pretraining program torch {safe}" in README
+    assert f"pretraining program needs torch {safe}" in README
 
-    (deepspeed,) = supported("deepspeed")
-    assert f"Supported is DeepSpeed {deepspeed} and no other" in README
-    core, main = supported("megatron")
-    assert f"Supported are megatron-core {core} and Megatron-LM's main of August 2026 ({main})" in README
-    for requirement in (f"deepspeed=={deepspeed}", f"megatron-core=={core}"):
-        assert extras[re.split("-core|==", requirement)[0]] == [requirement]
-        assert requirement in extras["dev"]
-        assert requirement in pins
+    deepspeed = supported("deepspeed")
+    assert f"Supported is DeepSpeed {deepspeed[0]} to {deepspeed[-1]}" in README
+    *core, main = supported("megatron")
+    assert f"Supported is megatron-core {core[0]} to {core[-1]}" in README
+    assert f"Megatron-LM's main of August 2026 ({main})" in README
+    for extra, name, versions in (("deepspeed", "deepspeed", deepspeed), ("megatron", "megatron-core", core)):
+        (wanted,) = map(Requirement, extras[extra])
+        assert wanted.name == name
+        assert str(wanted.specifier) == f">={versions[0]}"
+        assert name in extras["dev"]
+        assert any(f"{name}=={version}" in pins for version in versions)
+
+
+def test_the_table_of_releases_has_those_that_are_supported():
+    """A release is called supported only when its tests have run without a failure."""
+    table = (REPO / "VERSIONS.md").read_text()
+    for name, folder in (("deepspeed", "deepspeed"), ("megatron-core", "megatron")):
+        for version in supported(folder):
+            found = re.search(rf"^\| {name} {re.escape(version)} \|.*\| (\d+) \| (\d+) \| [\d-]+ \|$", table, re.M)
+            assert version == "0.20.0" or found, f"{name} {version} is not in the table"
+            assert version == "0.20.0" or (int(found[1]) > 0 and int(found[2]) == 0), found[0]
 
 
 def test_the_pins_fit_the_torch_that_a_plain_machine_gets(tmp_path):

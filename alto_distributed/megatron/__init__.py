@@ -5,7 +5,10 @@ optimizers are not touched.
 """
 
 from ..apex import warn_of_namesake
+from ..extras import require
 from ..framework_import import explained
+
+require("megatron.core")
 
 with explained("megatron.core", "megatron-core"):
     from .versions import check_version

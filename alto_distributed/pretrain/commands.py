@@ -13,19 +13,24 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
+from ..extras import require
 from ..sharding.lost_rank import lost_rank
 from ..sharding.shutdown import shutdown
 from . import config, estimate, memory, report
 from .checkpoints import Checkpoints
 from .config import Run
 
+#: What every run imports sooner or later, the figure at its end included; and what each engine does.
+_NEEDED = ("matplotlib", "numpy", "tqdm", "transformers")
+_MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
+
 #: Seconds that a rank which has lost the others may take to end.
 _ORDERLY_END = 20
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], program: str = "python -m alto_distributed") -> None:
     """Run one of the commands; a problem with its settings ends in a message, not a traceback."""
-    parser = _parser()
+    parser = _parser(program)
     options = parser.parse_args(arguments)
     try:
         options.action(options)
@@ -33,10 +38,10 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(f"alto_distributed {options.command}: {error}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     from .data import command as preparing
 
-    parser = argparse.ArgumentParser("python -m alto_distributed", description="GPT-2 pretraining with ALTO.")
+    parser = argparse.ArgumentParser(program, description="GPT-2 pretraining with ALTO.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     preparation = commands.add_parser("prepare", help="turn text into data to train on")
@@ -98,6 +103,7 @@ def _pretrain(options: argparse.Namespace) -> None:
     if options.dry_run:
         print(plan(run, options.world or int(os.environ.get("WORLD_SIZE", "1")), directory))
         return
+    require(*_NEEDED, _MODULES[run.engine], *(["tensorboard"] if run.logs.tensorboard else []))
     from .loop import train
 
     try:
@@ -169,6 +175,7 @@ def _compare(options: argparse.Namespace) -> None:
     # The list of optimizers has no end of its own, and takes in the overrides that follow it.
     choices = [word for word in options.optimizers if "=" not in word.partition(":")[0]]
     overrides = options.overrides + [word for word in options.optimizers if word not in choices]
+    require(*_NEEDED)
     directories = []
     for choice in choices:
         name, _, settings = choice.partition(":")
@@ -178,17 +185,19 @@ def _compare(options: argparse.Namespace) -> None:
         command += ["--optimizer", name, *(["--engine", options.engine] if options.engine else [])]
         command += [f"optimizer.{setting}" for setting in settings.split(",") if setting] + overrides
         print(f"+ {shlex.join(command)}", flush=True)
-        subprocess.run(command, check=True)
+        if status := subprocess.run(command, check=False).returncode:
+            raise SystemExit(f"alto_distributed compare: {choice} ended with status {status}; it says why above")
         directories.append(directory)
     text, drawing = report.write(directories, options.into)
     print(f"{text}\n\nfigure: {drawing}")
 
 
 def _entry() -> list[str]:
-    """How this program was started, for ranks that should be started the same way: as a module, or by a script."""
+    """How to start ranks the way this program was started: as a module, which ``alto`` does too, or by a script."""
     main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    return ["-m", "alto_distributed"] if spec is not None else [str(Path(str(main.__file__)).resolve())]
+    script = Path(str(main.__file__)).resolve()
+    as_module = getattr(main, "__spec__", None) is not None or script.suffix != ".py"
+    return ["-m", "alto_distributed"] if as_module else [str(script)]
 
 
 def _report(options: argparse.Namespace) -> None:

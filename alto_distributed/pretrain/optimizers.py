@@ -22,6 +22,7 @@ from torch import nn
 
 from ..config import Hyperparameters, check_beta, check_eps
 from ..errors import named
+from ..extras import require
 from ..groups import param_groups
 from ..optimizer import ALTO
 from ..state import check_dtype
@@ -121,13 +122,9 @@ def build_optimizer(run: Run, groups: Sequence[dict[str, Any]]) -> torch.optim.O
     if name in ALTO_NAMES:
         return ALTO(groups, **options)
     if name in THIRD_PARTY:
-        try:
-            import pytorch_optimizer
-        except ImportError:
-            raise ValueError(
-                f"optimizer.name={name!r} comes from the library pytorch_optimizer, which is not installed: "
-                "pip install pytorch_optimizer"
-            ) from None
+        require("pytorch_optimizer")
+        import pytorch_optimizer
+
         optimizer = getattr(pytorch_optimizer, THIRD_PARTY[name])(groups, **options)
         optimizer.register_step_pre_hook(_steps_of_tensors_to_groups)
         optimizer.register_step_post_hook(_steps_of_groups_to_tensors)

@@ -9,6 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..errors import MissingExtra
+from ..extras import what_to_install
+
 #: Set by the mpirun of Open MPI, of MPICH and Intel MPI, and of MVAPICH.
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -24,8 +27,10 @@ def find_out() -> None:
     if any(name in os.environ for name in _MPI_VARIABLES):
         try:
             from mpi4py import MPI
-        except ImportError:
-            raise ValueError("mpirun started this process; pip install mpi4py, or start it with torchrun") from None
+        except ModuleNotFoundError:
+            raise MissingExtra(
+                f"mpirun started this process, and {what_to_install('mpi4py')}, or start it with torchrun"
+            ) from None
         world = MPI.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
         local = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reading import parse_json
-from . import tokenizer
+from . import indexed, tokenizer
 from .sources import checksum
 
 MANIFEST = "manifest.json"
@@ -21,23 +21,6 @@ UNFINISHED = "unfinished"
 """Folder of a preparation that is under way or was interrupted."""
 FORMAT = 1
 SPLITS = ("train", "valid", "test")
-
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = np.dtype(
-    [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")]
-)  # packed: 34 bytes
-_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.uint16), 4: np.dtype(np.int32)}
-
-
-def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """The type of a token on disk, by Megatron's own rule.
-
-    Raises:
-        ValueError: the vocabulary is too large for any.
-    """
-    if vocabulary > 2**31 - 1:
-        raise ValueError(f"a vocabulary of {vocabulary} does not fit into int32, the widest type of tokens on disk")
-    return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -126,7 +109,7 @@ def open_tokens(directory: str | Path, split: str) -> NDArray[Any]:
                 f"{path} has {path.stat().st_size} bytes and should have {expected}: it is truncated or is another "
                 "file; copy it again, or prepare the data again with --force"
             )
-    dtype = _check_index(index, counts["documents"], counts["tokens"])
+    dtype = indexed.check_index(index, counts["documents"], counts["tokens"])
     if counts[data.name]["bytes"] != counts["tokens"] * dtype.itemsize:
         raise ValueError(
             f"{data} is damaged: it has {counts[data.name]['bytes']} bytes, and {counts['tokens']} tokens of "
@@ -151,33 +134,6 @@ def verify(directory: str | Path, *splits: str) -> None:
                 f"{path} is missing or damaged: it is not what was prepared, by its checksum; copy it again, or "
                 "prepare the data again with --force"
             )
-
-
-def _check_index(path: Path, documents: int, tokens: int) -> np.dtype[Any]:
-    """The type of tokens, after all of the index has been found to be what those documents give."""
-    if path.stat().st_size < _HEADER.itemsize:
-        raise ValueError(f"{path} is damaged: it is too short to be a Megatron index of tokens")
-    header = np.fromfile(path, dtype=_HEADER, count=1)[0]
-    # numpy strips the zero bytes at the end of the magic word
-    if header["magic"] != _MAGIC.rstrip(b"\0") or header["version"] != 1 or int(header["dtype"]) not in _DTYPES:
-        raise ValueError(f"{path} is damaged: it does not begin like a Megatron index of tokens")
-    if header["sequences"] != documents or header["documents"] != documents + 1:
-        raise ValueError(f"{path} is damaged: it has {header['sequences']} documents and should have {documents}")
-    dtype = _DTYPES[int(header["dtype"])]
-    size = _HEADER.itemsize + documents * (4 + 8) + (documents + 1) * 8
-    if path.stat().st_size != size:
-        raise ValueError(f"{path} is damaged: an index of {documents} documents has {size} bytes")
-    content = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.itemsize)
-    lengths = content[: documents * 4].view("<i4")
-    starts = content[documents * 4 : documents * 12].view("<i8")
-    if (total := int(lengths.sum(dtype=np.int64))) != tokens or lengths.min() < 1:
-        raise ValueError(f"{path} is damaged: its documents have {total} tokens and should have {tokens}")
-    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    if starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1]):
-        raise ValueError(f"{path} is damaged: its documents do not follow one another")
-    if not np.array_equal(content[documents * 12 :].view("<i8"), np.arange(documents + 1)):
-        raise ValueError(f"{path} is damaged: it does not list its documents one by one")
-    return dtype
 
 
 def open_tokenizer(directory: str | Path) -> tokenizer.Tokenizer:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import importlib.util
 import platform
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from . import files, parts, sources, splits, tokenizer, workspace
+from . import files, indexed, parts, sources, splits, tokenizer, workspace
 from .files import MANIFEST, SPLITS
 
 KINDS = ("bpe", "bytes", "gpt2")
@@ -88,7 +86,6 @@ def prepare(
     if (output / MANIFEST).exists() and not force:
         return Prepared(workspace.complete(output, settings, about_inputs), was_there=True)
 
-    _check_megatron()
     versions = _versions()
     # Not the split: parts are the same for all of them.
     request = {
@@ -105,13 +102,13 @@ def prepare(
             sources=found,
             chunks=sources.chunks(found, chunk_bytes),
             tokenizer=folder / tokenizer.SAVED_AS if saved else None,
-            dtype=files.token_dtype(words.size).name,
+            dtype=indexed.token_dtype(words.size).name,
         )
         _tokenize(work, workers, progress)
         joined = _join(work, exact, seed, progress)
         manifest = {
             "format": files.FORMAT,
-            "versions": {**versions, "megatron-core": joined.megatron},
+            "versions": versions,
             "settings": settings,
             "tokenizer": {
                 "kind": about_tokenizer["kind"],
@@ -146,18 +143,6 @@ def _describe(kind: str, vocabulary: int) -> dict[str, Any]:
     tokenizer.from_files(vocabulary_file, merges_file)  # refuses bad ones before anything is written
     checksums = {"vocabulary": sources.checksum(vocabulary_file), "merges": sources.checksum(merges_file)}
     return {"kind": "gpt2", "files": checksums}
-
-
-def _check_megatron() -> None:
-    """Before the work, and without the seconds that importing it takes."""
-    try:
-        there = importlib.util.find_spec("megatron.core") is not None
-    except (ModuleNotFoundError, ValueError):
-        there = False
-    if not there:
-        raise ValueError(
-            "the token files are written by megatron-core, which is missing: pip install alto_distributed[megatron]"
-        )
 
 
 def _versions() -> dict[str, str]:
@@ -213,15 +198,10 @@ class _Joined:
     counts: list[parts.Counts]
     """For each source."""
     splits: dict[str, dict[str, Any]]
-    megatron: str
-    """Its version."""
 
 
 def _join(work: parts.Work, exact: Sequence[Fraction], seed: int, progress: bool) -> _Joined:
     """The parts, in order, as three pairs of files in the same folder."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are about GPU libraries that are not needed here
-        from ...megatron import indexed
     writers = [indexed.Writer(work.directory / split, np.dtype(work.dtype)) for split in SPLITS]
     counts = [parts.Counts(number) for number in range(len(work.sources))]
     documents = 0
@@ -247,7 +227,7 @@ def _join(work: parts.Work, exact: Sequence[Fraction], seed: int, progress: bool
             path = work.directory / name
             files.sync(path)
             written[split][name] = {"bytes": path.stat().st_size, "sha256": sources.checksum(path)}
-    return _Joined(counts, written, indexed.VERSION)
+    return _Joined(counts, written)
 
 
 def _counted(counts: parts.Counts) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import MissingExtra
+from ...extras import what_to_install
 from .sources import checksum
 
 if TYPE_CHECKING:
@@ -195,7 +197,5 @@ def _library() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ModuleNotFoundError:
-        raise ValueError(
-            "the tokenizers library is missing: pip install alto_distributed[pretrain], or use --tokenizer bytes"
-        ) from None
+        raise MissingExtra(f"{what_to_install('tokenizers')}, or use --tokenizer bytes") from None
     return tokenizers

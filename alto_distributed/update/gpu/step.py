@@ -183,7 +183,8 @@ def kernel_on(device: torch.device) -> TritonKernel:
     if not available(device):
         oldest = ".".join(map(str, _OLDEST_TRITON))
         raise ValueError(
-            f'kernel="triton" cannot serve tensors on {device}: it needs triton {oldest} or later and a GPU of compute '
-            'capability 8.0 or later (or an AMD or Intel one); use kernel="auto"'
+            f'kernel="triton" cannot serve tensors on {device}: it needs triton {oldest} or later (pip install '
+            "'alto-distributed[gpu]') and a GPU of compute capability 8.0 or later (or an AMD or Intel one); use "
+            'kernel="auto"'
         )
     return kernel
