@@ -152,11 +152,20 @@ def check(module, world, case, directory, device=None, **more):
     if not devices.enough(world):
         pytest.skip(f"there are fewer than {world} GPUs")
     problem = launch(module, world, directory, device=device, **more)[case]
+    if problem and problem.startswith(SKIPPED):
+        pytest.skip(problem.removeprefix(SKIPPED))
     if problem:
         pytest.fail(problem, pytrace=False)
 
 
+#: What a rank notes of a case that has called pytest.skip begins with it.
+SKIPPED = "skipped: "
+
+
 def _verdict(case, outcomes, log):
+    reasons = {notes.get(case) for notes in outcomes}
+    if len(reasons) == 1 and str(reason := reasons.pop()).startswith(SKIPPED):
+        return reason
     failed = [f"rank {rank}:\n{notes[case]}" for rank, notes in enumerate(outcomes) if notes.get(case)]
     if failed:
         return "\n".join(failed)
@@ -264,6 +273,7 @@ def _spawn(modules, directory, variables):
 
 
 def _rank_main(module, directory):
+    import pytest
     import torch
     import torch.distributed as dist
 
@@ -282,13 +292,15 @@ def _rank_main(module, directory):
             problem, began = None, time.monotonic()
             try:
                 case(**({"directory": Path(directory)} if "directory" in inspect.signature(case).parameters else {}))
+            except pytest.skip.Exception as reason:
+                problem = f"{SKIPPED}{reason}"
             except BaseException:
                 problem = traceback.format_exc()
             notes.write(json.dumps([name, problem, round(time.monotonic() - began, 1)]) + "\n")
             notes.flush()
             if not _all_through(name, world):
                 os._exit(1)
-            failed = failed or bool(problem)
+            failed = failed or bool(problem and not problem.startswith(SKIPPED))
     if not failed:  # else a collective may still be waiting for another rank
         shutdown()
 

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 
 def _version(name):
     """Of the release in the overlay, or of the installed one; () if there is none."""
@@ -17,7 +19,13 @@ def _version(name):
     return ()
 
 
-DEEPSPEED, MEGATRON = _version("deepspeed"), _version("megatron-core")
+TORCH, DEEPSPEED, MEGATRON = _version("torch"), _version("deepspeed"), _version("megatron-core")
+
+
+def need_torch(major, minor, what):
+    """Skip a test or a case that an older torch has nothing for."""
+    if (major, minor) > TORCH:
+        pytest.skip(f"{what} needs torch {major}.{minor}")
 
 
 def wait_for_all_gathers():

@@ -20,6 +20,7 @@ from alto_distributed import ALTO
 from .. import devices
 from ..launcher import EXHAUSTIVE, worlds
 from ..oracle import PaperALTO
+from ..releases import need_torch
 
 STEPS = 2500 if EXHAUSTIVE else 150
 EVERY = 50  # steps between checkpoints
@@ -146,6 +147,7 @@ def slope(points):
 
 @worlds(4)
 def case_soak(directory):
+    need_torch(2, 7, "distribute_tensor without communication")
     chance = random.Random(7)  # the same on all ranks
     soaks = [Soak(dtype) for dtype in DTYPES]
     skipped, counted, memory = 0, 0, []
