@@ -8,10 +8,10 @@ from . import torch_version  # noqa: F401  (first: with an older torch, what fol
 
 # isort: split
 from .adaptor import E
-from .config import Hyperparameters, recipe
-from .groups import param_groups
+from .hyperparameters import Hyperparameters, recipe
+from .import_hooks import register
 from .optimizer import ALTO
-from .registration import register
+from .param_groups import param_groups
 from .sharding import LogicalParameter, Segment, ShardLayout
 
 __version__ = "0.1.1"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .errors import MissingExtra, UnsupportedVersion
 from .extras import explained
-from .registration import register
+from .import_hooks import register
 from .sharding.shutdown import leave
 
 #: Ours, in alto_distributed.pretrain; anything else is a script.
@@ -41,7 +41,7 @@ def main() -> None:
     if sys.argv[1] in COMMANDS and not Path(sys.argv[1]).is_file():
         register()
         try:
-            from .pretrain.commands import main as command
+            from .pretrain.cli import main as command
 
             command([sys.argv[1], *rank, *sys.argv[2:]], program)
         except ImportError as error:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import state as states
-from .checkpoint import check_group_sizes, check_saved_state, load_exactly, saved_tensors
-from .config import check_alpha, check_beta
+from . import states
 from .errors import refuse_unsupported_gradient
+from .hyperparameters import check_alpha, check_beta
 from .optimizer import ALTO
 from .sharding.dtensor import like_parameter
+from .state_dict import check_group_sizes, check_saved_state, load_exactly, saved_tensors
 
 ALPHA = "e_alpha"
 BETA1 = "e_beta1"
@@ -42,7 +42,7 @@ class E(Optimizer):
     with the same average; the average advances once a step, with the first gradient.
 
     References:
-        Paper, equation "g_k + alpha a_k -> g_k"; here in the one-tensor form of update/reference.py.
+        Paper, equation "g_k + alpha a_k -> g_k"; here in the one-tensor form of kernels/reference.py.
     """
 
     def __init__(self, base_optimizer: Optimizer, alpha: float = -5.0, beta1: float = 0.99) -> None:

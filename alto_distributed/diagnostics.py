@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from .errors import shown
+from .kernels.chunked import chunks
+from .kernels.reference import direction
+from .kernels.shards import FlatShard
 from .sharding.norms import NormTable, sums_dtype
-from .update.chunked import chunks
-from .update.pieces import Piece
-from .update.reference import direction
 
 # Rows of the table of sums of squares.
 _GRADIENT, _ACCELERATION, _PARAMETER, _UPDATE = range(_ROWS := 4)
@@ -52,21 +52,21 @@ class Diagnostics:
     def due(self, k: int) -> bool:
         return self.every > 0 and k > 0 and k % self.every == 0
 
-    def before(self, pieces: Mapping[torch.device, Sequence[Piece]], table: NormTable) -> None:
+    def before(self, shards: Mapping[torch.device, Sequence[FlatShard]], table: NormTable) -> None:
         """Gradient and acceleration, while grad_ema still is that of the last step."""
-        self._sums = {device: table.zeros(device, _ROWS) for device in pieces}
-        for device, on_device in pieces.items():
-            for piece, here, slot in _chunks(on_device):
-                g = piece.grad[here].to(piece.exp_avg_sq.dtype)
+        self._sums = {device: table.zeros(device, _ROWS) for device in shards}
+        for device, on_device in shards.items():
+            for shard, here, slot in _chunks(on_device):
+                g = shard.grad[here].to(shard.exp_avg_sq.dtype)
                 self._sums[device][_GRADIENT, slot] += _squares(g)
-                if piece.grad_ema is not None:
-                    c = piece.coefficients
-                    a = (c.alpha * (1 - c.beta1)) * (g - piece.grad_ema[here])
+                if shard.grad_ema is not None:
+                    c = shard.coefficients
+                    a = (c.alpha * (1 - c.beta1)) * (g - shard.grad_ema[here])
                     self._sums[device][_ACCELERATION, slot] += _squares(a)
 
     def after(
         self,
-        pieces: Mapping[torch.device, Sequence[Piece]],
+        shards: Mapping[torch.device, Sequence[FlatShard]],
         table: NormTable,
         labels: Mapping[str, str],
         ratios: torch.Tensor,
@@ -75,12 +75,12 @@ class Diagnostics:
 
         The whole sums stay on their device until they are asked for. ``labels`` names the slots for users.
         """
-        for device, on_device in pieces.items():
-            for piece, here, slot in _chunks(on_device):
-                v = piece.exp_avg_sq[here]  # in full precision always
-                m, theta = piece.exp_avg[here].to(v.dtype), piece.param[here].to(v.dtype)
+        for device, on_device in shards.items():
+            for shard, here, slot in _chunks(on_device):
+                v = shard.exp_avg_sq[here]  # in full precision always
+                m, theta = shard.exp_avg[here].to(v.dtype), shard.param[here].to(v.dtype)
                 self._sums[device][_PARAMETER, slot] += _squares(theta)
-                self._sums[device][_UPDATE, slot] += _squares(direction(theta, m, v, piece.coefficients))
+                self._sums[device][_UPDATE, slot] += _squares(direction(theta, m, v, shard.coefficients))
         sums = table.complete(self._sums, _ROWS)
         self._sums = {}
         self.unread = True
@@ -100,7 +100,7 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
     return x.to(sums_dtype(x.device)).square().sum()
 
 
-def _chunks(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, slice, int]]:
-    for piece in pieces:
-        for here, slot in chunks(piece):
-            yield piece, here, slot
+def _chunks(shards: Sequence[FlatShard]) -> Iterator[tuple[FlatShard, slice, int]]:
+    for shard in shards:
+        for here, slot in chunks(shard):
+            yield shard, here, slot

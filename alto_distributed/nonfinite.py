@@ -6,7 +6,7 @@ bytes over all ranks that train the model together.
 
 Where the ranks exchange numbers on the CPU (gloo), the flag is read, and a bad step ends there. Where they do so on an
 accelerator (NCCL), the host does not wait for it: the step is launched, and each of its writes depends on the flag on
-the device (:mod:`.update.unless`). The host counts the step at once. When the next step begins, or the counts are asked
+the device (:mod:`.kernels.skip`). The host counts the step at once. When the next step begins, or the counts are asked
 for, the flag is there, and a step that was skipped is taken back from the counters.
 
 All ranks of a process group take the same one of these two ways, whatever tensors they hold: a rank that read the flag
@@ -43,7 +43,7 @@ class SkippedSteps:
         self.group: ProcessGroup | None = None
         """Of the ranks that must agree; None for all ranks of the job."""
         self._total = self._in_a_row = 0
-        self._unsettled: tuple[torch.Tensor, Any, Sequence[torch.Tensor]] | None = None
+        self._pending: tuple[torch.Tensor, Any, Sequence[torch.Tensor]] | None = None
         self._scalers_disagree = False
 
     def fresh(self) -> SkippedSteps:
@@ -81,7 +81,7 @@ class SkippedSteps:
         return skipped
 
     def count_later(self, flag: torch.Tensor, counters: Sequence[torch.Tensor]) -> None:
-        """The same, without waiting: when :meth:`settle` is called. ``counters`` have counted the step already."""
+        """The same, without waiting: :meth:`resolve_pending` reads it. ``counters`` have counted the step already."""
         arrived = None
         if flag.device.type != "cpu":
             host = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
@@ -89,14 +89,14 @@ class SkippedSteps:
             arrived = torch.Event(flag.device)
             arrived.record(torch.accelerator.current_stream(flag.device))
             flag = host
-        self._unsettled = flag, arrived, counters
+        self._pending = flag, arrived, counters
 
-    def settle(self) -> None:
+    def resolve_pending(self) -> None:
         """Take the last step back from the counters if it was skipped. Waits for that step, not for later work."""
-        if self._unsettled is None:
+        if self._pending is None:
             return
-        flag, arrived, counters = self._unsettled
-        self._unsettled = None
+        flag, arrived, counters = self._pending
+        self._pending = None
         if arrived is not None:
             arrived.synchronize()
         if self.count(flag):
@@ -110,12 +110,12 @@ class SkippedSteps:
 
     @property
     def total(self) -> int:
-        self.settle()
+        self.resolve_pending()
         return self._total
 
     @property
     def in_a_row(self) -> int:
-        self.settle()
+        self.resolve_pending()
         return self._in_a_row
 
 

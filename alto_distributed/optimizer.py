@@ -6,7 +6,7 @@ logical parameters with one collective per process group, phase two over all of 
 
 Provenance: "Exploring Landscapes for Better Minima along Valleys" (NeurIPS 2025), Algorithm "ALTO";
 official code ``e-optimizer-adaptor`` 0.1.0, against which the tests compare. Differences by intent: one
-extra state instead of two (see update/reference.py), no gradient clipping inside, eps2 and eps3 as in
+extra state instead of two (see kernels/reference.py), no gradient clipping inside, eps2 and eps3 as in
 the paper, norms over whole parameters when they are sharded.
 """
 
@@ -19,21 +19,27 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch.optim import Optimizer
 
-from . import ratios
-from . import state as states
-from .checkpoint import check_saved_by_alto, load_exactly
-from .config import HYPERPARAMETER_NAMES, Hyperparameters, check_beta, check_betas, refuse_near_misses, refuse_unknown
+from . import states, trust_ratio
 from .diagnostics import Diagnostics, Reading
 from .errors import UnsupportedTensor
 from .grad_scaler import ScaledStep
+from .hyperparameters import (
+    HYPERPARAMETER_NAMES,
+    Hyperparameters,
+    check_beta,
+    check_betas,
+    refuse_near_misses,
+    refuse_unknown,
+)
+from .import_hooks import register_loaded
+from .kernels import Coefficients, FlatShard, Kernel, check_kernel, kernel_for, kernel_with_skip
+from .kernels.rounding import seed_of
 from .nonfinite import SkippedSteps
-from .registration import register_loaded
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
-from .sharding.plan import Entry, StepPlan, check_length
-from .update import Coefficients, Kernel, Piece, check_kernel, kernel_for, kernel_unless
-from .update.rounding import seed_of
-from .work import Work, check_fit, checked_gradient
+from .sharding.plan import PlannedTensor, StepPlan, check_length
+from .state_dict import check_saved_by_alto, load_exactly
+from .step_inputs import StepInputs, check_fit, checked_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,7 +118,7 @@ class ALTO(Optimizer):
         self._model_copies = states.ModelCopies({}, [])
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
-        ratios.warn_if_nobody_gets_one(self.param_groups)
+        trust_ratio.warn_if_nobody_gets_one(self.param_groups)
         register_loaded()
 
     # -- parameter groups and layouts ---------------------------------------------------------------
@@ -244,11 +250,11 @@ class ALTO(Optimizer):
 
         plan = self._plan()
         hypers = [self._checked(group) for group in self.param_groups]
-        self._skipped.settle()
+        self._skipped.resolve_pending()
         self._skipped.raise_if_scalers_disagree()
         ready = self._ready(plan)
         scaled = ScaledStep.of(self)
-        real = (part for entry, *_, grad in ready for part in entry.real_elements(grad))
+        real = (part for planned, *_, grad in ready for part in planned.real_elements(grad))
         skip = self._skipped.flags(real, scaled, plan.norms.groups)
         if skip is not None and self._skipped.is_readable(skip):
             skipped = self._skipped.count(skip)
@@ -258,32 +264,32 @@ class ALTO(Optimizer):
             skip = None
         if scaled is not None:
             grads = scaled.unscaled([grad for *_, grad in ready])
-            ready = [(entry, g, i, grad) for (entry, g, i, _), grad in zip(ready, grads, strict=True)]
-        work = self._collect(ready, hypers)
+            ready = [(planned, g, i, grad) for (planned, g, i, _), grad in zip(ready, grads, strict=True)]
+        inputs = self._collect(ready, hypers)
         if skip is not None:
-            self._skipped.count_later(skip, work.counters)
-        measured = work.over_every_parameter() if self._diagnostics.due(work.k or self._step_of_groups()) else None
+            self._skipped.count_later(skip, inputs.counters)
+        measured = inputs.over_every_parameter() if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
         if measured is not None:
             self._diagnostics.before(measured, plan.norms)
 
         partial: dict[torch.device, torch.Tensor] = {}
-        for device, pieces in work.pieces.items():
+        for device, shards in inputs.shards.items():
             partial[device] = plan.norms.zeros(device)
-            self._kernel_on(device, skip).phase_one(pieces, partial[device])
+            self._kernel_on(device, skip).phase_one(shards, partial[device])
 
-        ratio_of_slot, step_sizes = ratios.complete(plan, hypers, partial)
+        ratio_of_slot, step_sizes = trust_ratio.complete(plan, hypers, partial)
         if measured is not None:
             self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
 
-        for device, pieces in work.pieces.items():
-            self._kernel_on(device, skip).phase_two(pieces, step_sizes.to(device))
-        for target, flat in work.staged:
+        for device, shards in inputs.shards.items():
+            self._kernel_on(device, skip).phase_two(shards, step_sizes.to(device))
+        for target, flat in inputs.staged:
             target.copy_(flat.view(target.shape))
         return loss
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
         kernel = kernel_for(self._kernel, device)
-        return kernel if skip is None else kernel_unless(kernel, skip[:1].to(device))
+        return kernel if skip is None else kernel_with_skip(kernel, skip[:1].to(device))
 
     def _step_of_groups(self) -> int:
         """The number of this step on a rank that only joins, where the engine counts in the groups; else 0."""
@@ -302,13 +308,13 @@ class ALTO(Optimizer):
             )
         return Hyperparameters.from_group(group)
 
-    def _ready(self, plan: StepPlan) -> list[tuple[Entry, int, int, torch.Tensor]]:
-        """What has a gradient: entry, place in the groups, and this rank's gradient. All of it is checked here."""
-        ready: list[tuple[Entry, int, int, torch.Tensor]] = []
-        for g, entries in enumerate(plan.groups):
-            for i, (entry, param) in enumerate(zip(entries, self.param_groups[g]["params"], strict=True)):
+    def _ready(self, plan: StepPlan) -> list[tuple[PlannedTensor, int, int, torch.Tensor]]:
+        """What has a gradient: planned, place in the groups, and this rank's gradient. All of it is checked here."""
+        ready: list[tuple[PlannedTensor, int, int, torch.Tensor]] = []
+        for g, planned_tensors in enumerate(plan.groups):
+            for i, (planned, param) in enumerate(zip(planned_tensors, self.param_groups[g]["params"], strict=True)):
                 if param.grad is not None:
-                    ready.append((entry, g, i, checked_gradient(param, param.grad)))
+                    ready.append((planned, g, i, checked_gradient(param, param.grad)))
                     check_fit(param, self.state.get(param, {}), self.state_keys)
                     self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
@@ -316,17 +322,17 @@ class ALTO(Optimizer):
         return ready
 
     def _collect(
-        self, ready: Sequence[tuple[Entry, int, int, torch.Tensor]], hypers: Sequence[Hyperparameters]
-    ) -> Work:
-        """The flat pieces to work on, counted as one more step."""
-        work = Work()
+        self, ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]], hypers: Sequence[Hyperparameters]
+    ) -> StepInputs:
+        """The flat shards to inputs on, counted as one more step."""
+        inputs = StepInputs()
         coefficients: dict[tuple[int, int], Coefficients] = {}
-        for entry, g, i, grad in ready:
+        for planned, g, i, grad in ready:
             group, hyper = self.param_groups[g], hypers[g]
             param = group["params"][i]
             state = self._state_of(param, group, hyper)
             state[states.STEP] += 1
-            work.counters.append(state[states.STEP])
+            inputs.counters.append(state[states.STEP])
             k = int(state[states.STEP])
             if (g, k) not in coefficients:
                 coefficients[g, k] = Coefficients.at_step(hyper, k)
@@ -334,28 +340,28 @@ class ALTO(Optimizer):
             theta = states.in_memory_order(param, param)
             flat = theta.reshape(-1)
             if not theta.is_contiguous():
-                work.staged.append((theta, flat))
+                inputs.staged.append((theta, flat))
             m, v, u = (states.flat_view(state[key], param) if key in state else None for key in self.state_keys)
-            piece = Piece(
+            shard = FlatShard(
                 param=flat,
                 grad=states.in_memory_order(grad, param).reshape(-1),
                 exp_avg=cast(torch.Tensor, m),
                 exp_avg_sq=cast(torch.Tensor, v),
                 grad_ema=u,
-                spans=entry.spans(ratios.ratio_for(group, hyper)),
+                spans=planned.spans(trust_ratio.ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
                 model_copy=self._model_copies.flat(param),
-                seed=self._seed(param, entry, g, i),
+                seed=self._seed(param, planned, g, i),
             )
-            work.add(piece, entry, k)
-        return work
+            inputs.add(shard, planned, k)
+        return inputs
 
-    def _seed(self, param: torch.Tensor, entry: Entry, g: int, i: int) -> int:
+    def _seed(self, param: torch.Tensor, planned: PlannedTensor, g: int, i: int) -> int:
         """Of stochastic rounding; follows from the tensor's place, so replicas and resumed runs have the same."""
         if not any(self._state_dtypes.values()):
             return 0
-        described = param in self._layouts and entry.layout.segments
-        return seed_of(g, i, entry.layout.segments[0].parameter.name if described else "")
+        described = param in self._layouts and planned.layout.segments
+        return seed_of(g, i, planned.layout.segments[0].parameter.name if described else "")
 
     # -- skipped steps ------------------------------------------------------------------------------
 
@@ -430,7 +436,7 @@ class ALTO(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``. A step that may have been skipped is waited for, so that the count is right."""
-        self._skipped.settle()
+        self._skipped.resolve_pending()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -440,7 +446,7 @@ class ALTO(Optimizer):
         Hyperparameters come from the checkpoint, as in ``torch.optim``; the precision of states does not: one
         that was saved in another is converted, to float32 exactly, to bfloat16 by rounding to nearest.
         """
-        self._skipped.settle()
+        self._skipped.resolve_pending()
         load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
@@ -450,7 +456,7 @@ class ALTO(Optimizer):
                 check_beta(f"the checkpoint's {GRAD_EMA_BETA1} of group {g}", group[GRAD_EMA_BETA1])
 
     def __getstate__(self) -> dict[str, Any]:
-        self._skipped.settle()
+        self._skipped.resolve_pending()
         lost = self._layouts_lost or bool(self._layouts) or bool(self._joined)
         return {
             **super().__getstate__(),

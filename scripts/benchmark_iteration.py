@@ -14,7 +14,7 @@ import time
 import torch
 
 from alto_distributed import ALTO, param_groups
-from alto_distributed.pretrain.config import Model, Run
+from alto_distributed.pretrain.config.settings import Model, Run
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
 
 ROUNDS = 2

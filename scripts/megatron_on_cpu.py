@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from alto_distributed.registration import AfterImport
+from alto_distributed.import_hooks import AfterImport
 
 _CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from alto_distributed import ALTO, ratios
+from alto_distributed import ALTO, trust_ratio
 from alto_distributed.sharding import LogicalParameter, Segment, ShardLayout
 from alto_distributed.sharding.plan import StepPlan
 
@@ -138,12 +138,12 @@ def simulate(engine: str, shapes: Shapes, ranks: int, rank: int, tensor: int = 1
             for plan, stepped in plans:  # warm: index tensors are made once
                 optimizer.param_groups = stepped
                 hypers = [optimizer._checked(group) for group in stepped]
-                ratios.complete(plan, hypers, {torch.device("cpu"): plan.norms.zeros(torch.device("cpu"))})
+                trust_ratio.complete(plan, hypers, {torch.device("cpu"): plan.norms.zeros(torch.device("cpu"))})
             counted.clear()
             began = time.process_time()
             for plan, stepped in plans:
                 hypers = [optimizer._checked(group) for group in stepped]
-                ratios.complete(plan, hypers, {torch.device("cpu"): plan.norms.zeros(torch.device("cpu"))})
+                trust_ratio.complete(plan, hypers, {torch.device("cpu"): plan.norms.zeros(torch.device("cpu"))})
             norms = time.process_time() - began
         return Result(
             parameters=sum(len(plan.norms.slots) for plan, _ in plans),

@@ -137,9 +137,9 @@ def _import(engine: str) -> None:
         from scripts.megatron_on_cpu import install
 
         install()
-        import alto_distributed.megatron.pretrain
+        import alto_distributed.pretrain.engines.megatron.engine
     elif engine.startswith("deepspeed"):
-        import alto_distributed.deepspeed.pretrain  # noqa: F401
+        import alto_distributed.pretrain.engines.deepspeed.engine  # noqa: F401
 
 
 def _wait(child: int) -> int | None:
@@ -182,8 +182,8 @@ def _fsdp2_step() -> None:
 
 
 def _engine_step(name: str) -> None:
-    from alto_distributed.pretrain.config import parse
-    from alto_distributed.pretrain.engine import build
+    from alto_distributed.pretrain.config.settings import parse
+    from alto_distributed.pretrain.engines.base import build
 
     model = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 8, "vocabulary": 64, "dropout": 0.0}
     stage = 3 if name == "deepspeed-stage3" else 2

@@ -17,11 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alto_distributed.pretrain.data import Samples, command, files, indexed, parts, samples, sources, splits, tokenizer
+from alto_distributed.pretrain.data import Samples, command, files, indexed, samples, sources, splits, tokenizer
 from alto_distributed.pretrain.data import prepare as preparing
+from alto_distributed.pretrain.data import token_shards as parts
 from alto_distributed.pretrain.data.permutation import Permutation
 from alto_distributed.pretrain.data.prepare import prepare
-from alto_distributed.pretrain.data.sources import Bad, Lines, Source, Span
+from alto_distributed.pretrain.data.sources import Bad, ByteRange, Lines, Source
 
 ROOT = Path(__file__).resolve().parent.parent
 HALVES = ("1/2", "1/4", "1/4")
@@ -207,7 +208,7 @@ def test_documents_and_line_numbers_do_not_depend_on_where_a_file_is_cut(tmp_pat
     found = [Source("cut", str(path), True, path.stat().st_size), Source("again", str(path), True, path.stat().st_size)]
     whole, cut = ([list(), list()] for _ in range(2))
     for number, source in enumerate(found):
-        whole[number] = list(sources.read(source, Span(number, 0, source.size), Lines()))
+        whole[number] = list(sources.read(source, ByteRange(number, 0, source.size), Lines()))
     before = [0, 0]
     for chunk in sources.chunks(found, size):
         for span in chunk:

@@ -4,9 +4,11 @@ import ALTO as official
 import pytest
 import torch
 
-from alto_distributed.pretrain import commands, config, memory
-from alto_distributed.pretrain.footprint import STATES, Setting, checkpoint, footprint
-from alto_distributed.pretrain.sizes import count, of_count, of_model
+from alto_distributed.pretrain import cli as commands
+from alto_distributed.pretrain.config import settings as config
+from alto_distributed.pretrain.memory import usage as memory
+from alto_distributed.pretrain.memory.footprint import STATES, Setting, checkpoint, footprint
+from alto_distributed.pretrain.memory.shapes import count, of_count, of_model
 
 from .launcher import REPO, check, every_case
 

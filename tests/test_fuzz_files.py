@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from alto_distributed.pretrain import logs, manifest, report
+from alto_distributed.pretrain import metrics as logs
+from alto_distributed.pretrain import report
+from alto_distributed.pretrain.checkpoint import manifest
 from alto_distributed.pretrain.data import Samples, files
 from alto_distributed.pretrain.data.prepare import prepare
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("deepspeed")
 
-from alto_distributed.deepspeed.pretrain_config import deepspeed_config, refuse_what_deepspeed_refuses
-from alto_distributed.pretrain import config, optimizers
-from alto_distributed.pretrain.commands import main, plan
+from alto_distributed.pretrain import optimizers
+from alto_distributed.pretrain.cli import main, plan
+from alto_distributed.pretrain.config import settings as config
+from alto_distributed.pretrain.engines.deepspeed.config import deepspeed_config, refuse_what_deepspeed_refuses
 
 from .fuzz import cases, damaged, documented, json_values, message_of, mutated, words, yaml_values
 from .launcher import REPO

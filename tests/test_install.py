@@ -12,7 +12,7 @@ import pytest
 import tomllib
 
 from alto_distributed.extras import EXTRA_OF
-from alto_distributed.pretrain import commands
+from alto_distributed.pretrain import cli as commands
 
 from .launcher import EXHAUSTIVE, REPO
 from .processes import MPI_AS_ROOT, free_port
@@ -75,7 +75,7 @@ def test_the_wheel_has_everything_and_nothing_else(wheel):
         path for path in (REPO / "alto_distributed").rglob("*") if path.is_file() and "__pycache__" not in path.parts
     )
     assert {name for name in names if ".dist-info/" not in name} == {str(path.relative_to(REPO)) for path in here}
-    assert {"alto_distributed/py.typed", "alto_distributed/update/alto.c"} <= names
+    assert {"alto_distributed/py.typed", "alto_distributed/kernels/cpu/alto.c"} <= names
     assert "alto = alto_distributed.__main__:main" in about["entry_points.txt"]
     assert set(re.findall("^Provides-Extra: (.*)$", about["METADATA"], re.M)) == set(PROJECT["optional-dependencies"])
 
@@ -231,7 +231,7 @@ PROMISES = {
         ["bin/python", "megatron_on_cpu.py", "train_megatron.py", "--optimizer", "alto", "--lr", "0.1", "--steps", "2"]
     ],
     "mpi": [["bin/mpirun", "--oversubscribe", "-n", "2", "bin/python", "-c", RANKS]],
-    "gpu": [["bin/python", "-c", "import alto_distributed.update.gpu.kernel"]],
+    "gpu": [["bin/python", "-c", "import alto_distributed.kernels.triton.kernel"]],
     "pretrain": [PREPARE, ["bin/alto", *PRETRAIN, "--dry-run"], ["bin/alto", "estimate", "--config", TINY]],
     "deepspeed,pretrain": [PREPARE, ["bin/python", *TRAIN, "training.iterations=2", "schedule.warmup=1"]],
 }

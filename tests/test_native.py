@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from alto_distributed import ALTO
-from alto_distributed.config import Hyperparameters
-from alto_distributed.update import Coefficients, Piece, Span, chunked, kernel_for, native, native_build, reference
-from alto_distributed.update.pieces import NO_RATIO
+from alto_distributed.hyperparameters import Hyperparameters
+from alto_distributed.kernels import Coefficients, FlatShard, Span, chunked, kernel_for, reference
+from alto_distributed.kernels.cpu import build as native_build
+from alto_distributed.kernels.cpu import kernel as native
+from alto_distributed.kernels.shards import NO_RATIO
 
 from .launcher import REPO
 
@@ -43,7 +45,7 @@ def a_piece(spans, *, param=torch.float32, grad=torch.float32, ema=True, k=7, of
         storage[offset:] = torch.where(inside, values, math.nan).to(dtype)
         return storage[offset:]
 
-    return Piece(
+    return FlatShard(
         param=tensor(torch.randn(n), param),
         grad=tensor(torch.randn(n), grad),
         exp_avg=tensor(torch.randn(n)),
@@ -479,7 +481,7 @@ def test_a_step_after_a_fork(monkeypatch):
 
 WITHOUT_THREADS = """
 import resource, sys, threading, torch
-from alto_distributed.update import native
+from alto_distributed.kernels import native
 from tests.test_native import BLOCK, LARGE_BATCH, a_piece, run
 torch.manual_seed(0)
 pieces = [a_piece([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]

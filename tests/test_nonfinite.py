@@ -10,9 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alto_distributed import ALTO, E, LogicalParameter, Segment, ShardLayout
+from alto_distributed.kernels import Coefficients, FlatShard, Span, chunked, kernel_with_skip
+from alto_distributed.kernels.cpu import kernel as native
 from alto_distributed.nonfinite import SkippedSteps, flag_of
 from alto_distributed.sharding import collective
-from alto_distributed.update import Coefficients, Piece, Span, chunked, kernel_unless, native
 
 NAN, INF = math.nan, math.inf
 
@@ -161,10 +162,10 @@ def test_predicated_chunks(kernel, monkeypatch):
     c = Coefficients(0.1, -5.0, 0.99, 0.9, 0.99, 1e-6, 0.01, 0.5, 0.5)
     torch.manual_seed(1)
     spans = (Span(2, 50, 0), Span(50, 69, -1))
-    piece = Piece(*(torch.rand(70) for _ in range(5)), spans, c, torch.zeros(70).bfloat16())
+    piece = FlatShard(*(torch.rand(70) for _ in range(5)), spans, c, torch.zeros(70).bfloat16())
     for flag in (1.0, 0.0):
         expected, sums = copy.deepcopy(piece), torch.zeros(2, 1, dtype=torch.float64)
-        guarded = kernel_unless(kernel, torch.tensor([flag]))
+        guarded = kernel_with_skip(kernel, torch.tensor([flag]))
         guarded.phase_one([piece], sums)
         guarded.phase_two([piece], torch.tensor([0.1], dtype=torch.float64))
         if not flag:

@@ -13,10 +13,14 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("megatron.core")
 
 from alto_distributed import ALTO
-from alto_distributed.deepspeed.pretrain_config import deepspeed_config, refuse_what_deepspeed_refuses
-from alto_distributed.pretrain import checkpoints, config, logs, manifest, optimizers, report
-from alto_distributed.pretrain.commands import plan
+from alto_distributed.pretrain import metrics as logs
+from alto_distributed.pretrain import optimizers, report
+from alto_distributed.pretrain.checkpoint import manager as checkpoints
+from alto_distributed.pretrain.checkpoint import manifest
+from alto_distributed.pretrain.cli import plan
+from alto_distributed.pretrain.config import settings as config
 from alto_distributed.pretrain.data import Samples, files
+from alto_distributed.pretrain.engines.deepspeed.config import deepspeed_config, refuse_what_deepspeed_refuses
 
 from .launcher import REPO
 from .test_fuzz_alto import trained

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from alto_distributed.pretrain import occupied
+from alto_distributed.pretrain.runtime import run_lock as occupied
 
 from .launcher import REPO, environment
 
 OCCUPY = """
 import sys, time
 from pathlib import Path
-from alto_distributed.pretrain.occupied import occupy
-occupy(Path(sys.argv[1]), patience=0)
+from alto_distributed.pretrain.runtime.run_lock import lock_run
+lock_run(Path(sys.argv[1]), patience=0)
 print("mine", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -36,11 +36,11 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path):
         with pytest.raises(
             ValueError, match=rf"is another job's, which still runs \(process {first.pid} on .*, since "
         ):
-            occupied.occupy(tmp_path / "run", patience=0.3)
-        occupied.occupy(tmp_path / "another", patience=0)
+            occupied.lock_run(tmp_path / "run", patience=0.3)
+        occupied.lock_run(tmp_path / "another", patience=0)
         first.kill()
-    occupied.occupy(tmp_path / "run", patience=0)
-    occupied.occupy(tmp_path / "run", patience=0)  # it is this process's own
+    occupied.lock_run(tmp_path / "run", patience=0)
+    occupied.lock_run(tmp_path / "run", patience=0)  # it is this process's own
     second = subprocess.run(
         [sys.executable, "-c", OCCUPY, str(tmp_path / "run"), "0"],
         cwd=REPO,
@@ -54,7 +54,7 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path):
 def test_a_job_that_is_about_to_end_is_waited_for(tmp_path):
     with another_job(tmp_path, seconds=1.0):
         began = time.monotonic()
-        occupied.occupy(tmp_path, patience=30)
+        occupied.lock_run(tmp_path, patience=30)
         assert 0.1 < time.monotonic() - began < 20
 
 
@@ -65,10 +65,10 @@ def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(reason, tmp_path,
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     with pytest.warns(UserWarning, match="has no locks"):
-        occupied.occupy(tmp_path, patience=0)
+        occupied.lock_run(tmp_path, patience=0)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(OSError, match="run"):
-        occupied.occupy(tmp_path / "run")
+        occupied.lock_run(tmp_path / "run")

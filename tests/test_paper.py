@@ -93,7 +93,7 @@ def test_float32_stays_within_rounding_of_float64(kernel):
 
 def test_the_kernels_agree_over_many_chunks():
     """More elements than a chunk, a length that does not divide it, several parameters and groups."""
-    from alto_distributed.update.chunked import CPU_CHUNK
+    from alto_distributed.kernels.chunked import CPU_CHUNK
 
     shapes = [(2 * CPU_CHUNK + 77,), (3, CPU_CHUNK // 2), (5,), ()]
     thetas = [torch.randn(s, dtype=torch.float64) for s in shapes]

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alto_distributed import ALTO
-from alto_distributed.config import Hyperparameters
-from alto_distributed.state import new_state
-from alto_distributed.update import Coefficients, Piece, Span, chunked
+from alto_distributed.hyperparameters import Hyperparameters
+from alto_distributed.kernels import Coefficients, FlatShard, Span, chunked
+from alto_distributed.states import new_state
 
 from .oracle import PaperALTO
 
@@ -44,7 +44,7 @@ def test_norms_keep_their_digits_over_1e8_elements():
     theta, g = torch.full((n,), 0.1), torch.full((n,), 0.3)
     c = Coefficients.at_step(Hyperparameters(alpha=0.0, weight_decay=0.5), 1)
     sums = torch.zeros(2, 1, dtype=torch.float64)
-    piece = Piece(theta, g, torch.zeros(n), torch.zeros(n), None, (Span(0, n, 0),), c)
+    piece = FlatShard(theta, g, torch.zeros(n), torch.zeros(n), None, (Span(0, n, 0),), c)
     chunked.phase_one([piece], sums)
     r = 1.0 / (1 + 1e-6 / 0.3) + 0.5 * 0.1  # m^ / (sqrt v^ + eps1) = g / (|g| + eps1)
     norms = sums.sqrt().squeeze()

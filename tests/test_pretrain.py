@@ -10,10 +10,11 @@ import sys
 
 import pytest
 
-from alto_distributed.pretrain import config, logs
-from alto_distributed.pretrain.commands import plan
-from alto_distributed.pretrain.loop import _asked_to_stop
+from alto_distributed.pretrain import metrics as logs
+from alto_distributed.pretrain.cli import plan
+from alto_distributed.pretrain.config import settings as config
 from alto_distributed.pretrain.schedule import learning_rate
+from alto_distributed.pretrain.trainer import _asked_to_stop
 
 from .launcher import REPO, environment
 

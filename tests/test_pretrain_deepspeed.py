@@ -9,8 +9,8 @@ import torch
 
 from alto_distributed import ALTO
 from alto_distributed.pretrain import optimizers
-from alto_distributed.pretrain.config import parse
-from alto_distributed.pretrain.memory import parameter_count as counted_by_hand
+from alto_distributed.pretrain.config.settings import parse
+from alto_distributed.pretrain.memory.usage import parameter_count as counted_by_hand
 from alto_distributed.pretrain.model import (
     build_model,
     initial_weights,
@@ -196,7 +196,7 @@ def test_a_library_that_is_not_installed(monkeypatch):
 def completed(monkeypatch, tmp_path):
     """The config of a run on two ranks with a JSON of this content."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    from alto_distributed.deepspeed.pretrain_config import deepspeed_config
+    from alto_distributed.pretrain.engines.deepspeed.config import deepspeed_config
 
     def complete(content, **run):
         path = tmp_path / "deepspeed.json"
@@ -267,7 +267,7 @@ def test_a_json_that_says_something_else_is_refused(completed, content, run, mes
 
 def test_a_json_that_is_not_there(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    from alto_distributed.deepspeed.pretrain_config import deepspeed_config
+    from alto_distributed.pretrain.engines.deepspeed.config import deepspeed_config
 
     with pytest.raises(ValueError, match="nowhere.json cannot be read"):
         deepspeed_config(run_of(deepspeed={"config": "nowhere.json"}), 2)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from alto_distributed.pretrain import manifest
+from alto_distributed.pretrain.checkpoint import manifest
 
 from .launcher import EXHAUSTIVE, REPO, environment
 from .processes import MPI_AS_ROOT, beside_python, free_port, run

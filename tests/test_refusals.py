@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from alto_distributed import ALTO, E, LogicalParameter, Segment, ShardLayout
-from alto_distributed.config import Hyperparameters
+from alto_distributed.hyperparameters import Hyperparameters
 
 
 def weights():

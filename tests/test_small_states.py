@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from alto_distributed import ALTO
-from alto_distributed.config import Hyperparameters
+from alto_distributed.hyperparameters import Hyperparameters
+from alto_distributed.kernels import Coefficients, FlatShard, Span, chunked, reference, rounding
+from alto_distributed.kernels.cpu import kernel as native
 from alto_distributed.sharding.layout import LogicalParameter, ShardLayout
-from alto_distributed.update import Coefficients, Piece, Span, chunked, native, reference, rounding
 
 KERNELS = {"reference": reference, "torch": chunked, "native": native}
 BOTH = dict(grad_ema_dtype="bfloat16", exp_avg_dtype=torch.bfloat16)
@@ -97,7 +98,7 @@ def test_rounding_is_right_in_the_mean_and_goes_to_a_neighbour():
 
 
 def a_piece(n, *, seed=9, k=3, ema=torch.bfloat16, m=torch.bfloat16, spans=None, **hyper):
-    return Piece(
+    return FlatShard(
         param=torch.randn(n),
         grad=torch.randn(n),
         exp_avg=torch.randn(n).to(m),

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alto_distributed.update import Coefficients, Piece, Span
-from alto_distributed.update.gpu import step as triton_step
-from alto_distributed.update.gpu.launch import launch_phase_one
-from alto_distributed.update.gpu.step import available
-from alto_distributed.update.gpu.table import Dtypes, Tiling, launches_of, shape_of, tiling_for
+from alto_distributed.kernels import Coefficients, FlatShard, Span
+from alto_distributed.kernels.triton import step as triton_step
+from alto_distributed.kernels.triton.launch import launch_phase_one
+from alto_distributed.kernels.triton.step import available
+from alto_distributed.kernels.triton.table import Dtypes, Tiling, launches_of, shape_of, tiling_for
 
 from .launcher import REPO
 
@@ -144,7 +144,7 @@ def test_operations_round_one_by_one(compiled):
 
 def test_triton_is_imported_at_the_first_launch_only():
     code = (
-        "import sys, alto_distributed.update.gpu.step, alto_distributed.update.gpu.graph; "
+        "import sys, alto_distributed.kernels.triton.step, alto_distributed.kernels.triton.graph; "
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 0
@@ -153,7 +153,7 @@ def test_triton_is_imported_at_the_first_launch_only():
 def piece(spans, dtype=torch.float32):
     flat = torch.zeros(spans[-1][1], dtype=dtype)
     numbers = Coefficients(0.1, 0.0, 0.9, 0.9, 0.9, 1e-6, 0.0, 1.0, 1.0)
-    return Piece(flat, flat, flat.float(), flat.float(), None, tuple(Span(*span) for span in spans), numbers)
+    return FlatShard(flat, flat, flat.float(), flat.float(), None, tuple(Span(*span) for span in spans), numbers)
 
 
 def test_every_element_of_a_span_is_in_one_chunk():
@@ -223,6 +223,6 @@ def test_it_needs_a_gpu_that_triton_knows(monkeypatch):
 @needs_triton
 def test_sums_of_another_precision_are_refused(monkeypatch):
     for name in ("gpu.kernel", "gpu.elements"):  # which this process must not import for good
-        monkeypatch.setitem(sys.modules, f"alto_distributed.update.{name}", SimpleNamespace(element_type=None))
+        monkeypatch.setitem(sys.modules, f"alto_distributed.kernels.{name}", SimpleNamespace(element_type=None))
     with pytest.raises(ValueError, match="float64"):
         launch_phase_one((), Tiling(8, 4), torch.zeros(0), torch.zeros(0), torch.zeros(2, 1))

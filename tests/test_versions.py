@@ -118,7 +118,11 @@ def test_a_newer_torch_is_not(version):
     [
         ("2.5.1", "alto_distributed", "alto_distributed needs torch 2.6 or newer, and 2.5.1 is installed"),
         # Where a crafted checkpoint could still corrupt memory, there is no promise about checkpoints to be made.
-        ("2.9.1", "alto_distributed.pretrain.trust", "the pretraining program needs torch 2.10 or newer, and 2.9.1 is"),
+        (
+            "2.9.1",
+            "alto_distributed.pretrain.checkpoint.safe_load",
+            "the pretraining program needs torch 2.10 or newer, and 2.9.1 is",
+        ),
     ],
 )
 def test_an_older_torch_is_refused_at_import_before_anything_else(version, module, said):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..adaptor import E
-from ..config import refuse_unknown
-from ..groups import whole_shape
+from ..hyperparameters import refuse_unknown
 from ..optimizer import ALTO
+from ..param_groups import whole_shape
 
 _SGD_NAMES = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 

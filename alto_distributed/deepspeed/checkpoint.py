@@ -27,7 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from .. import state as states
+from .. import states
 from ..optimizer import ALTO, GRAD_EMA_BETA1
 from ..safe_load import more_than_data, only_data
 from .build import OPTIMIZERS

@@ -25,7 +25,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ..groups import whole_shape
+from ..param_groups import whole_shape
 from ..sharding import LogicalParameter, Segment, ShardLayout
 from ..sharding.collective import everyone
 from ..sharding.proof import ModelWeight, require_proved

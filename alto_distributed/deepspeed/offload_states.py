@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from .. import state as states
+from .. import states
 from ..optimizer import ALTO
 from .wrap import wrap_method
 

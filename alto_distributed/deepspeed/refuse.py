@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..groups import whole_shape
+from ..param_groups import whole_shape
 from .versions import faults, option
 
 

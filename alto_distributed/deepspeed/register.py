@@ -15,9 +15,9 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-from .. import state as states
-from ..groups import whole_shape
+from .. import states
 from ..optimizer import ALTO
+from ..param_groups import whole_shape
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import checkpoint, offload_states

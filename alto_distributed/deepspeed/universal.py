@@ -30,7 +30,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
-from .. import state as states
+from .. import states
 from ..safe_load import more_than_data, only_data
 from .data_classes import CLASSES
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .. import ALTO, LogicalParameter, ShardLayout
-from ..update import native_build
-from ..update.gpu import step as gpu_step
+from ..kernels.cpu import build as native_build
+from ..kernels.triton import step as gpu_step
 
 #: Of the parameters that are stepped: over several blocks of the C kernel, one, and parts of one.
 SHAPES = ((300, 257), (513,), (7, 5), (1,))

@@ -119,7 +119,7 @@ def cuda_facts() -> dict[str, Any]:
 def compiler_facts() -> dict[str, Any]:
     """The C compiler that builds the CPU kernel."""
     try:
-        from ..update import native_build
+        from ..kernels.cpu import build as native_build
 
         command = native_build.find_compiler()
     except Exception as error:  # none is found; or torch is too old for the import

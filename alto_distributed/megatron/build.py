@@ -17,10 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from .. import __version__
-from .. import state as states
-from ..config import Hyperparameters
+from .. import __version__, states
 from ..diagnostics import Reading
+from ..hyperparameters import Hyperparameters
 from ..optimizer import ALTO, GRAD_EMA_BETA1
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
@@ -29,7 +28,7 @@ from .distributed import AltoDistributedOptimizer
 from .layout import LayoutBuilder
 from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
-from .replicated import AltoFloat16Optimizer, AltoFP32Optimizer
+from .unsharded_wrappers import AltoFloat16Optimizer, AltoFP32Optimizer
 from .versions import warn_if_untested
 
 #: Megatron's wrapper -> the same with ALTO's three states in its checkpoints.

@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 
-from ..config import LAYERWISE_MODES
-from ..update import KERNELS
+from ..hyperparameters import LAYERWISE_MODES
+from ..kernels import KERNELS
 from .config import NAME, AltoOptimizerConfig
 
 #: Flag -> the field of AltoOptimizerConfig that it sets, what argparse should know, and what it means.

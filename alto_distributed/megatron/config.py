@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 
-from ..config import Hyperparameters
 from ..diagnostics import Diagnostics
-from ..update import check_kernel
+from ..hyperparameters import Hyperparameters
+from ..kernels import check_kernel
 
 NAME = "alto"
 

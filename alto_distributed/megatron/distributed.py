@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from .. import state as states
+from .. import states
 from ..optimizer import ALTO
 from . import config as configs
-from .formats import CORRUPTED, corrupts_fully_reshardable, refuse_format
-from .gathering import agree, gather, require_gloo, scatter
+from .checkpoint_formats import CORRUPTED, corrupts_fully_reshardable, refuse_format
+from .gather_state import agree, gather, require_gloo, scatter
+from .group_loading import disambiguated, has_third_state, take_over
 from .layout import main_parameters
 from .param_gather import WARNING, finish_param_gather, is_outstanding
-from .saved import has_third_state, take_over, told_apart
 from .versions import STATE_KEYS_ARE_A_PROPERTY
 
 _PARAM = "param"
@@ -112,7 +112,7 @@ class AltoDistributedOptimizer(DistributedOptimizer):
         self.optimizer.initialize_state()
         inner = state_dict["optimizer"]
         inner["param_groups"] = take_over(inner["param_groups"], self.optimizer.param_groups, self._adopts)
-        with self._without_third(self._adopts), told_apart(inner["param_groups"], self.optimizer):
+        with self._without_third(self._adopts), disambiguated(inner["param_groups"], self.optimizer):
             super().load_state_dict(state_dict)
         for group in self.optimizer.param_groups:
             for param in group["params"]:

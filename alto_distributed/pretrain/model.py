@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from .config import Run
+from .config.settings import Run
 
 
 def build_model(run: Run) -> GPT2LMHeadModel:

@@ -20,13 +20,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..config import Hyperparameters, check_beta, check_eps
 from ..errors import named
 from ..extras import require
-from ..groups import param_groups
+from ..hyperparameters import Hyperparameters, check_beta, check_eps
 from ..optimizer import ALTO
-from ..state import check_dtype
-from .config import Run
+from ..param_groups import param_groups
+from ..states import check_dtype
+from .config.settings import Run
 
 #: Options of ALTO's that choose the precision of a state.
 STATE_DTYPES = ("grad_ema_dtype", "exp_avg_dtype")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import logs
+from . import metrics as logs
 
 
 def summary(directory: Path) -> dict[str, Any]:

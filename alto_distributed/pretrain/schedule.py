@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .config import Run
+from .config.settings import Run
 
 
 def learning_rate(run: Run, step: int) -> float:

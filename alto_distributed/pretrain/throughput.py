@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .config import Model
+from .config.settings import Model
 
 #: Dense bf16/fp16 peak by a part of the device's name, from NVIDIA's data sheets.
 _PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "V100": 125e12}

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from ..errors import MisfittingTensor
-from ..update.pieces import NO_RATIO, Span
+from ..kernels.shards import NO_RATIO, Span
 from . import dtensor
 from .agreement import describe_parameters, require_agreement, require_whole
 from .layout import LogicalParameter, ShardLayout
 from .norms import NormTable, SlotIndex
 
 
-class Entry:
+class PlannedTensor:
     """The layout of one tensor of a parameter group, and the slots of its segments."""
 
     def __init__(self, layout: ShardLayout, slots: Mapping[str, int]) -> None:
@@ -58,7 +58,7 @@ class Entry:
 
 
 class StepPlan:
-    """The entries of each parameter group and the table of their norms."""
+    """The planned_tensors of each parameter group and the table of their norms."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class StepPlan:
         self.labels = _labels(groups, resolved, layouts)
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
         self.norms = NormTable([*everything, *joined])
-        self.groups = [[Entry(layout, self.norms.slots) for _, layout in group] for group in resolved]
+        self.groups = [[PlannedTensor(layout, self.norms.slots) for _, layout in group] for group in resolved]
         self.group_slots = [
             SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
             for group in resolved
@@ -96,7 +96,7 @@ class StepPlan:
         for process_group, parameters in self.norms.shared():
             require_agreement(process_group, {**common, **describe_parameters(parameters)})
         held = torch.zeros(len(self.norms.slots), dtype=torch.int64, device="cpu")
-        for segment in (s for group in self.groups for entry in group for s in entry.layout.segments):
+        for segment in (s for group in self.groups for planned in group for s in planned.layout.segments):
             held[self.norms.slots[segment.parameter.name]] += segment.length
         require_whole(self.norms.total(held), self.norms.parameters)
 
@@ -108,8 +108,8 @@ def _labels(
 ) -> dict[str, str]:
     """Logical name -> how to call it before a user."""
     labels = {}
-    for g, (group, entries) in enumerate(zip(groups, resolved, strict=True)):
-        for i, (tensor, layout) in enumerate(entries):
+    for g, (group, planned_tensors) in enumerate(zip(groups, resolved, strict=True)):
+        for i, (tensor, layout) in enumerate(planned_tensors):
             for segment in layout.segments:
                 name = segment.parameter.name
                 if tensor not in layouts:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from alto_distributed import ALTO, param_groups
-from alto_distributed.pretrain.config import parse
+from alto_distributed.pretrain.config.settings import parse
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
 
 from .allocations import held, peak_beyond, states

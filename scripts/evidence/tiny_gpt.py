@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from alto_distributed.pretrain.config import Run, parse
+from alto_distributed.pretrain.config.settings import Run, parse
 from alto_distributed.pretrain.data.prepare import prepare
 from alto_distributed.pretrain.data.samples import Samples
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss

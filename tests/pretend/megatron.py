@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from alto_distributed.registration import AfterImport
+from alto_distributed.import_hooks import AfterImport
 from scripts import megatron_on_cpu
 
 from . import NAME, device_module, device_of

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import alto_distributed
 from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout, param_groups
-from alto_distributed.pretrain.config import parse
-from alto_distributed.pretrain.together import same_settings
+from alto_distributed.pretrain.config.settings import parse
+from alto_distributed.pretrain.runtime.rank_sync import same_settings
 from alto_distributed.sharding.agreement import require_agreement
 
 from .. import devices

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alto_distributed.pretrain import manifest
-from alto_distributed.pretrain.checkpoints import Checkpoint, Checkpoints
+from alto_distributed.pretrain.checkpoint import manifest
+from alto_distributed.pretrain.checkpoint.manager import Checkpoint, Checkpoints
 
 
 def once(work):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from alto_distributed.deepspeed.data_classes import CLASSES
-from alto_distributed.pretrain import loop, manifest
-from alto_distributed.pretrain.checkpoints import Checkpoints
+from alto_distributed.pretrain import trainer as loop
+from alto_distributed.pretrain.checkpoint import manifest
+from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.safe_load import only_data
 
 from ..launcher import worlds

@@ -12,10 +12,10 @@ from .. import megatron_gpt  # noqa: F401  (puts its stand-ins for a GPU in plac
 # The imports below need them.
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
-from alto_distributed.megatron import pretrain  # isort: skip
-from alto_distributed.pretrain import manifest
-from alto_distributed.pretrain.checkpoints import Checkpoints
-from alto_distributed.pretrain.config import parse
+from alto_distributed.pretrain.engines.megatron import engine as pretrain  # isort: skip
+from alto_distributed.pretrain.checkpoint import manifest
+from alto_distributed.pretrain.checkpoint.manager import Checkpoints
+from alto_distributed.pretrain.config.settings import parse
 
 from ..launcher import worlds
 from . import damage, skips

@@ -27,7 +27,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # is
 from megatron.core.utils import unwrap_model  # isort: skip
 
 from alto_distributed import ALTO
-from alto_distributed.megatron import formats, gathering
+from alto_distributed.megatron import checkpoint_formats as formats
+from alto_distributed.megatron import gather_state as gathering
 
 from .. import devices
 from ..launcher import EXHAUSTIVE, worlds

@@ -30,10 +30,11 @@ from .megatron_checkpoints import (
 
 # The imports below need what megatron_gpt, imported there, puts in place of a GPU.
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
-from alto_distributed.megatron import distributed, pretrain  # isort: skip
+from alto_distributed.megatron import distributed  # isort: skip
+from alto_distributed.pretrain.engines.megatron import engine as pretrain  # isort: skip
 
-from alto_distributed.pretrain.checkpoints import Checkpoints
-from alto_distributed.pretrain.config import parse
+from alto_distributed.pretrain.checkpoint.manager import Checkpoints
+from alto_distributed.pretrain.config.settings import parse
 
 from .. import devices, megatron_gpt
 
@@ -168,7 +169,7 @@ def losses(engine, start, stop):
 
 
 def engine_of(run):
-    return pretrain.MegatronEngine(run, devices.here())
+    return pretrain.MegatronTraining(run, devices.here())
 
 
 def weights(engine):
@@ -248,7 +249,7 @@ def case_what_the_program_once_saved_is_mended_when_it_is_loaded(directory):
             checkpoints.load(other, checkpoints.newest())
             assert losses(other, BEFORE, BEFORE + AFTER) == whole[BEFORE:], overlap
         with pytest.MonkeyPatch.context() as patch:  # and there was something to mend
-            patch.setattr(pretrain.MegatronEngine, "_weights_from_masters", lambda engine: None)
+            patch.setattr(pretrain.MegatronTraining, "_weights_from_masters", lambda engine: None)
             other = engine_of(run)
             checkpoints.load(other, checkpoints.newest())
             assert losses(other, BEFORE, BEFORE + AFTER)[0] != whole[BEFORE]

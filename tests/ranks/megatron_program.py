@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alto_distributed.pretrain import memory
-from alto_distributed.pretrain.config import parse
+from alto_distributed.pretrain.config.settings import parse
+from alto_distributed.pretrain.memory import usage as memory
 
 from .. import devices
 from ..launcher import worlds
@@ -15,8 +15,8 @@ from .megatron_overlap import engine_of, programs_groups, run_of, weights
 
 # The imports below need what megatron_gpt, imported there, puts in place of a GPU.
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # isort: skip
-from alto_distributed.megatron import pretrain  # isort: skip
-from alto_distributed.megatron.gpt2 import Norm  # isort: skip
+from alto_distributed.pretrain.engines.megatron import engine as pretrain  # isort: skip
+from alto_distributed.pretrain.engines.megatron.gpt2 import Norm  # isort: skip
 
 STEPS = 5
 

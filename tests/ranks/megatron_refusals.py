@@ -32,7 +32,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.experts import GroupedMLP
 
 from alto_distributed import ALTO
-from alto_distributed.megatron import AltoOptimizerConfig, altos, formats, register, versions
+from alto_distributed.megatron import AltoOptimizerConfig, altos, register, versions
+from alto_distributed.megatron import checkpoint_formats as formats
 
 JOB = Job(layers=1)
 

@@ -31,13 +31,13 @@ from megatron.core import parallel_state
 
 import alto_distributed.megatron  # noqa: F401
 from alto_distributed import ALTO, param_groups
-from alto_distributed.deepspeed import pretrain as on_deepspeed
-from alto_distributed.megatron import pretrain as on_megatron
-from alto_distributed.pretrain import memory
-from alto_distributed.pretrain.config import parse
-from alto_distributed.pretrain.footprint import Setting, checkpoint, footprint
+from alto_distributed.pretrain.config.settings import parse
+from alto_distributed.pretrain.engines.deepspeed import engine as on_deepspeed
+from alto_distributed.pretrain.engines.megatron import engine as on_megatron
+from alto_distributed.pretrain.memory import usage as memory
+from alto_distributed.pretrain.memory.footprint import Setting, checkpoint, footprint
+from alto_distributed.pretrain.memory.shapes import of_model
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
-from alto_distributed.pretrain.sizes import of_model
 
 from ..launcher import EXHAUSTIVE, worlds
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 
-from alto_distributed.deepspeed import pretrain
 from alto_distributed.pretrain import optimizers
-from alto_distributed.pretrain.config import parse
+from alto_distributed.pretrain.config.settings import parse
+from alto_distributed.pretrain.engines.deepspeed import engine as pretrain
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
 
 from .. import devices

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alto_distributed.pretrain import loop
-from alto_distributed.pretrain.config import Run
+from alto_distributed.pretrain import trainer as loop
+from alto_distributed.pretrain.config.settings import Run
 from alto_distributed.pretrain.data.prepare import prepare
 
 from ..launcher import REPO

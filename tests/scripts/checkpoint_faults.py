@@ -8,7 +8,7 @@ Half of the trials kill at a random instant, from outside; in the others a rank 
 are too short to be hit from outside. The victim is rank 0, rank 1, or both. A line of JSON says how each trial went.
 
 ENGINE is "deepspeed" or "megatron", the real ones, or "light": an engine of torch alone, with one file a rank. What is
-tested, alto_distributed.pretrain.checkpoints.Checkpoints, is the same.
+tested, alto_distributed.pretrain.checkpoint.manager.Checkpoints, is the same.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from alto_distributed.pretrain import checkpoints as module
-from alto_distributed.pretrain import manifest
-from alto_distributed.pretrain.checkpoints import Checkpoints
-from alto_distributed.pretrain.config import parse
-from alto_distributed.pretrain.together import on_first_rank
-from alto_distributed.pretrain.writing import describe, wrote
+from alto_distributed.pretrain.checkpoint import manager as module
+from alto_distributed.pretrain.checkpoint import manifest
+from alto_distributed.pretrain.checkpoint.io import describe, wrote
+from alto_distributed.pretrain.checkpoint.manager import Checkpoints
+from alto_distributed.pretrain.config.settings import parse
+from alto_distributed.pretrain.runtime.rank_sync import run_on_rank0
 from alto_distributed.sharding.shutdown import shutdown
 
 WORLD = 2
@@ -203,7 +203,7 @@ def rank_main(rank, engine_name, directory, meeting, board, victims, point, afte
     run = settings(engine_name)
     engine = Light() if engine_name == "light" else Real(run)
     saved = Checkpoints(directory / "checkpoints", run)
-    newest, step = on_first_rank(saved.newest), 0
+    newest, step = run_on_rank0(saved.newest), 0
     notes = directory / "fingerprints"
     if newest is not None:
         saved.load(engine, newest)

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from alto_distributed.pretrain.meeting import meet_anew
+from alto_distributed.pretrain.runtime.rendezvous import rendezvous_again
 from alto_distributed.sharding.shutdown import shutdown
 
 notes = Path(sys.argv[1])
-meet_anew(30)
+rendezvous_again(30)
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 ranks = torch.ones(1)
 dist.all_reduce(ranks)

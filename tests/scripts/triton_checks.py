@@ -15,15 +15,15 @@ import traceback
 
 import torch
 
-from alto_distributed.config import Hyperparameters
-from alto_distributed.update import Coefficients, Piece, Span, reference, rounding
-from alto_distributed.update.gpu.columns import EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
-from alto_distributed.update.gpu.graph import ReplayedStep
-from alto_distributed.update.gpu.launch import launch_phase_one
-from alto_distributed.update.gpu.step import TritonKernel, serves
-from alto_distributed.update.gpu.table import Tiling, launches_of, shape_of
-from alto_distributed.update.gpu.values import Values
-from alto_distributed.update.pieces import NO_RATIO
+from alto_distributed.hyperparameters import Hyperparameters
+from alto_distributed.kernels import Coefficients, FlatShard, Span, reference, rounding
+from alto_distributed.kernels.shards import NO_RATIO
+from alto_distributed.kernels.triton.columns import EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
+from alto_distributed.kernels.triton.graph import ReplayedStep
+from alto_distributed.kernels.triton.launch import launch_phase_one
+from alto_distributed.kernels.triton.step import TritonKernel, serves
+from alto_distributed.kernels.triton.table import Tiling, launches_of, shape_of
+from alto_distributed.kernels.triton.values import Values
 
 DEVICE = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
 SMALL = Tiling(tile=16, tiles=2)  # so that a few hundred elements have every kind of edge
@@ -55,7 +55,7 @@ def make(
             flat[start:stop] = values(stop - start).to(dtype)
         return flat
 
-    return Piece(
+    return FlatShard(
         tensor(torch.randn, param),
         tensor(torch.randn, grad),
         tensor(lambda n: torch.randn(n) * 0.1, exp_avg),
@@ -215,7 +215,7 @@ def check_rounding_to_nearest_of_every_kind():
 
 
 def check_states_in_bfloat16():
-    """Stochastic rounding by the bits of update/rounding.py: equal to the reference to the bit, m and u alike."""
+    """Stochastic rounding by the bits of kernels/rounding.py: equal to the reference to the bit, m and u alike."""
     c, later = Coefficients.at_step(HYPER, 1), Coefficients.at_step(HYPER, 70_000)
     pieces = [
         make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=0xFEDCBA98),

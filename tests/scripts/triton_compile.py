@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from alto_distributed.update.gpu import kernel as kernels
-from alto_distributed.update.gpu.elements import element_type
-from alto_distributed.update.gpu.launch import _OPTIONS
-from alto_distributed.update.gpu.table import Dtypes
+from alto_distributed.kernels.triton import kernel as kernels
+from alto_distributed.kernels.triton.elements import element_type
+from alto_distributed.kernels.triton.launch import _OPTIONS
+from alto_distributed.kernels.triton.table import Dtypes
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..reading import parse_json
+from ..config.parsing import parse_json
 from . import indexed, tokenizer
 from .sources import checksum
 

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from . import files, indexed, parts, sources, splits, tokenizer, workspace
+from . import files, indexed, sources, splits, tokenizer
+from . import output_dir as workspace
+from . import token_shards as parts
 from .files import MANIFEST, SPLITS
 
 KINDS = ("bpe", "bytes", "gpt2")
@@ -178,7 +180,7 @@ def _texts(found: Sequence[sources.Source], progress: bool) -> Iterator[str]:
     total = sum(source.size for source in found)
     with tqdm(total=total, desc="reading for the tokenizer", unit="B", unit_scale=True, disable=not progress) as bar:
         for number, source in enumerate(found):
-            for text in sources.read(source, sources.Span(number, 0, source.size), sources.Lines()):
+            for text in sources.read(source, sources.ByteRange(number, 0, source.size), sources.Lines()):
                 if isinstance(text, str):
                     yield text
             bar.update(source.size)

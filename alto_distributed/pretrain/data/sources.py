@@ -34,7 +34,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """The documents that begin in some bytes of a source."""
 
     source: int
@@ -132,19 +132,19 @@ def _source(name: str, path: Path) -> Source:
     return Source(name, str(path), path.suffix.lower() in JSON_LINES, path.stat().st_size)
 
 
-def chunks(sources: Sequence[Source], size: int) -> list[tuple[Span, ...]]:
+def chunks(sources: Sequence[Source], size: int) -> list[tuple[ByteRange, ...]]:
     """The sources cut into chunks of about ``size`` bytes, in order. It depends on their sizes alone.
 
     JSON lines are cut anywhere (:func:`read` goes on to the end of a line), text files never.
     """
-    cut: list[tuple[Span, ...]] = []
-    open_chunk: list[Span] = []
+    cut: list[tuple[ByteRange, ...]] = []
+    open_chunk: list[ByteRange] = []
     room = size
     for number, source in enumerate(sources):
         start = 0
         while True:
             stop = min(start + room, source.size) if source.json_lines else source.size
-            open_chunk.append(Span(number, start, stop))
+            open_chunk.append(ByteRange(number, start, stop))
             room -= stop - start
             start = stop
             if room <= 0:
@@ -155,7 +155,7 @@ def chunks(sources: Sequence[Source], size: int) -> list[tuple[Span, ...]]:
     return [*cut, tuple(open_chunk)] if open_chunk else cut
 
 
-def read(source: Source, span: Span, lines: Lines) -> Iterator[str | Bad]:
+def read(source: Source, span: ByteRange, lines: Lines) -> Iterator[str | Bad]:
     """The documents that begin in a span, and what is there in place of one, with its line in the span.
 
     Args:

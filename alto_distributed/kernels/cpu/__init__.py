@@ -1,0 +1,1 @@
+"""The update on CPUs: C, compiled with the machine's own compiler."""

@@ -1,0 +1,97 @@
+"""The definition of ALTO, line by line beside the paper's Algorithm "ALTO".
+
+Written for reading, not for speed: it makes full-size temporaries. It computes in float64 when the
+states are float64, else in float32 (states kept in bfloat16 are rounded as they are stored, no sooner);
+the other kernels are tested against it.
+
+    paper                                               here
+    a_k = b1 a_{k-1} + (1-b1)(g_k - g_{k-1})            a = (1-b1)(g - u_{k-1}),  u_k = u_{k-1} + a
+    m_k, v_k                                            moments of d = g + alpha a
+    r_k = m^ / (sqrt(v^) + eps1) + lambda theta         direction
+    theta_{k+1} = theta_k - eta r phi(|theta|) / (|r| + eps2 phi(|theta|))       trust_ratio, phase_two
+
+The first line is exact, by induction: with u the moving average of the raw gradient,
+u_k - u_{k-1} obeys the same recurrence as a_k and starts at the same 0. Keeping u therefore replaces
+both a and the previous gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
+from .shards import NO_RATIO, Coefficients, FlatShard
+
+
+def adapt_gradient(
+    g: torch.Tensor, u_prev: torch.Tensor, alpha: float, beta1: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The paper's "E": the adapted gradient d_k and the next u_k, from g_k and u_{k-1}."""
+    a = (1 - beta1) * (g - u_prev)
+    return g + alpha * a, u_prev + a
+
+
+def direction(theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, c: Coefficients) -> torch.Tensor:
+    """r_k: the bias-corrected quotient of the moments plus the decay."""
+    m_hat = m / c.correction2
+    v_hat = v / c.correction3
+    return m_hat / (v_hat.sqrt() + c.eps1) + c.weight_decay * theta
+
+
+def trust_ratio(
+    theta_norm: torch.Tensor, r_norm: torch.Tensor, eps2: float, eps3: float, *, one_at_zero: bool
+) -> torch.Tensor:
+    """phi(|theta|) / (|r| + eps2 phi(|theta|)), elementwise over many parameters.
+
+    Args:
+        theta_norm: norms of whole logical parameters.
+        r_norm: norms of their directions r.
+        eps2: keeps the ratio below 1/eps2.
+        eps3: phi(x) = x + eps3.
+        one_at_zero: ratio 1 where either norm is 0, so that a zero-initialised tensor can leave zero.
+            Off, the formula stands as written.
+    """
+    phi = theta_norm + eps3
+    denominator = r_norm + eps2 * phi
+    if one_at_zero:
+        is_zero = (theta_norm == 0) | (r_norm == 0)
+        return torch.where(is_zero, torch.ones_like(phi), phi / denominator)
+    # With eps2 = 0 and r = 0 the quotient is x/0; the step it scales is 0 whatever the ratio.
+    return torch.where(denominator == 0, torch.ones_like(phi), phi / denominator)
+
+
+def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
+    for shard in shards:
+        c = shard.coefficients
+        dtype = shard.exp_avg_sq.dtype
+        for start, stop, slot in shard.spans:
+            here = slice(start, stop)
+            v = shard.exp_avg_sq[here]
+            g, m, theta = (t[here].to(dtype) for t in (shard.grad, shard.exp_avg, shard.param))
+            d = g
+            if shard.grad_ema is not None:
+                d, u = adapt_gradient(g, shard.grad_ema[here].to(dtype), c.alpha, c.beta1)
+                store(shard.grad_ema[here], u, key_of(shard, GRAD_EMA_BITS), start)
+            store(shard.exp_avg[here], c.beta2 * m + (1 - c.beta2) * d, key_of(shard, EXP_AVG_BITS), start)
+            v.copy_(c.beta3 * v + (1 - c.beta3) * d**2)
+            if slot != NO_RATIO:
+                r = direction(theta, shard.exp_avg[here].to(dtype), v, c)  # of the m that is kept: phase two's
+                sums[0, slot] += theta.to(sums.dtype).square().sum()
+                sums[1, slot] += r.to(sums.dtype).square().sum()
+
+
+def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> None:
+    for shard in shards:
+        c = shard.coefficients
+        dtype = shard.exp_avg_sq.dtype
+        for start, stop, slot in shard.spans:
+            here = slice(start, stop)
+            m, v = shard.exp_avg[here].to(dtype), shard.exp_avg_sq[here]
+            theta = shard.param[here].to(dtype)
+            step_size = c.lr if slot == NO_RATIO else step_sizes[slot]
+            theta = theta - step_size * direction(theta, m, v, c)
+            shard.param[here] = theta.to(shard.param.dtype)
+            if shard.model_copy is not None:
+                shard.model_copy[here] = theta.to(shard.model_copy.dtype)

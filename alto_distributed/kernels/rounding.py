@@ -1,0 +1,86 @@
+"""Stochastic rounding to bfloat16, with bits that are a function of position and step.
+
+A moving average with decay 0.99 hardly moves in bfloat16 under rounding to nearest: its steps are smaller
+than half a unit in the last place. Rounded up or down by chance, in proportion to the distance, it is
+right in the mean.
+
+The chance comes from a generator without a state of its own: the bits of an element follow from the
+tensor's seed, the number of the step, which state it is, and the element's index. So a resumed run goes
+on to the bit, replicas stay equal, and every kernel (C and Triton too) gives the same values. All
+arithmetic is on unsigned 32-bit integers::
+
+    mix(x)               x ^= x>>16; x *= 0x7feb352d; x ^= x>>15; x *= 0x846ca68b; x ^= x>>16
+    key(seed, k, which)  mix(mix(seed + 0x9e3779b9*k) + which)
+    bits(key, i)         mix((i & 0xffffffff) ^ mix(key + (i >> 32)))
+
+A float32 is rounded by adding the lower 16 of these bits to its own and keeping the upper half.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from .shards import FlatShard
+
+GRAD_EMA_BITS = 0
+EXP_AVG_BITS = 1
+
+_MASK = 0xFFFFFFFF
+# The generator works in int64, so its temporaries are several times as large as what is rounded.
+_AT_A_TIME = 1 << 16
+
+
+def mix(x: int) -> int:
+    x &= _MASK
+    x ^= x >> 16
+    x = (x * 0x7FEB352D) & _MASK
+    x ^= x >> 15
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def key_of(shard: FlatShard, which: int) -> int:
+    """The key of one state of a shard at this step."""
+    return mix(mix(shard.seed + 0x9E3779B9 * shard.coefficients.step) + which)
+
+
+def seed_of(group: int, index: int, contents: str = "") -> int:
+    """A tensor's seed: the same in every process and every run.
+
+    Args:
+        group: number of its parameter group.
+        index: its place in the group.
+        contents: for a tensor that an engine describes with a layout, the name of what is in it: some engines
+            put one tensor after the other into the same place.
+    """
+    return mix(mix(mix(group) + index) ^ zlib.crc32(contents.encode()))
+
+
+def random_bits(key: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """bits(key, i) of the elements [start, stop), as int64."""
+    i = torch.arange(start, stop, dtype=torch.int64, device=device)
+    return _mix((i & _MASK) ^ _mix((i >> 32).add_(key).bitwise_and_(_MASK)))
+
+
+def store(target: torch.Tensor, value: torch.Tensor, key: int, start: int) -> None:
+    """Put ``value`` into ``target``, whose first element has index ``start`` in its shard; round if need be."""
+    if target.dtype == value.dtype:
+        target.copy_(value)
+        return
+    for low in range(0, value.numel(), _AT_A_TIME):
+        x = value[low : low + _AT_A_TIME]
+        noise = random_bits(key, start + low, start + low + x.numel(), x.device).bitwise_and_(0xFFFF)
+        rounded = (x.view(torch.int32) + noise.to(torch.int32)).bitwise_right_shift_(16).to(torch.int16)
+        # Infinity and NaN have no neighbours to choose from.
+        target[low : low + _AT_A_TIME] = torch.where(x.isfinite(), rounded.view(torch.bfloat16), x.to(torch.bfloat16))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """:func:`mix` of values below 2^32; a product may wrap around 2^64, which leaves its lower half right."""
+    x = x ^ (x >> 16)
+    x.mul_(0x7FEB352D).bitwise_and_(_MASK)
+    x.bitwise_xor_(x >> 15)
+    x.mul_(0x846CA68B).bitwise_and_(_MASK)
+    return x.bitwise_xor_(x >> 16)

@@ -1,0 +1,1 @@
+"""What trains: DeepSpeed or Megatron, behind one interface."""

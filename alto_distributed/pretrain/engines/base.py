@@ -1,0 +1,61 @@
+"""What the training loop asks of an engine. Each framework's folder has one: ``pretrain.py`` there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from ...diagnostics import Reading
+from ..config.settings import Run
+
+
+@dataclass
+class Step:
+    """What came of one optimizer step. Equal on all ranks."""
+
+    loss: float
+    """Mean over the tokens of the global batch, before the step, in nats."""
+    grad_norm: float
+    """Of the whole model, before clipping; NaN where the engine does not tell."""
+    skipped: bool = False
+    """Some gradient was not finite: nothing was changed."""
+    seconds: Mapping[str, float] | None = None
+    """Where the time went on this rank: "forward", "backward", "optimizer", as far as the engine can tell."""
+
+
+class Engine(Protocol):
+    """A model, its optimizer and the ranks they are spread over."""
+
+    data_parallel_rank: int
+    """Which part of the batch is this rank's. Ranks of one tensor- or pipeline-parallel group share it."""
+    data_parallel_size: int
+    device: torch.device
+
+    def train(self, micro_batches: Sequence[torch.Tensor], lr: float) -> Step:
+        """One optimizer step on this rank's micro-batches, each [samples, sequence + 1] of token ids."""
+
+    def evaluate(self, micro_batches: Sequence[torch.Tensor]) -> float:
+        """Mean loss over the tokens of all ranks' micro-batches. All ranks have as many."""
+
+    def save(self, directory: Path) -> None:
+        """Write weights, states, step count and loss scale into an empty directory. Called by all ranks."""
+
+    def load(self, directory: Path) -> None:
+        """Continue from what :meth:`save` wrote, perhaps at another world size. Called by all ranks."""
+
+    def diagnostics(self) -> Mapping[str, Reading]:
+        """ALTO's readings of the parameters that this rank knows about; empty for other optimizers."""
+
+    def close(self) -> None:
+        """Give back the framework's memory and hooks. The engine cannot be used afterwards."""
+
+
+def build(run: Run) -> Engine:
+    """The engine that a run names, with freshly initialised weights. Called by all ranks."""
+    module = importlib.import_module(f"alto_distributed.{run.engine}.pretrain")
+    return cast(Engine, module.build(run))

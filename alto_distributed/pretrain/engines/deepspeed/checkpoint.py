@@ -1,0 +1,189 @@
+"""Checkpoints of a pretraining run under DeepSpeed: saved, and continued at the same or another number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
+
+from ....deepspeed import universal
+from ....deepspeed.data_classes import CLASSES
+from ....safe_load import only_data
+from ... import optimizers
+from ...checkpoint import manifest
+from ...checkpoint.io import describe, failing_late, replaced, wrote
+from ...checkpoint.safe_load import refuse_code
+from ...config.settings import Run
+
+_TAG, _UNIVERSAL, _ABOUT = "saved", "universal", "saved_by.json"
+
+
+def save(engine: Any, run: Run, directory: Path) -> None:
+    """Write a checkpoint of DeepSpeed's, and beside it what it was written by. Called by all ranks.
+
+    Raises:
+        OSError: on the ranks that could not write, when all are through.
+    """
+    files = engine.checkpoint_engine
+    original = files.save
+
+    def save_and_tell(state_dict: Any, path: str) -> None:
+        original(state_dict, path)
+        wrote(path, describe(state_dict))
+
+    with (
+        replaced(files, "save", save_and_tell),
+        failing_late((files, "save"), (files, "makedirs"), (engine, "_copy_recovery_script")) as attempt,
+    ):
+        engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        if dist.get_rank() == 0:
+            attempt(lambda: _write_about(engine, run, directory))
+        dist.barrier()
+
+
+def _write_about(engine: Any, run: Run, directory: Path) -> None:
+    (directory / "latest").write_text(_TAG)  # for zero_to_fp32.py, which DeepSpeed puts there
+    # Last, and in one piece: a checkpoint without it was not finished.
+    part = directory / f"{_ABOUT}.part"
+    part.write_text(json.dumps(_about(engine, run), indent=2) + "\n")
+    os.replace(part, directory / _ABOUT)
+
+
+def load(engine: Any, run: Run, directory: Path) -> None:
+    """Continue from what :func:`save` wrote. Called by all ranks.
+
+    Hyperparameters and clipping stay those of the run: DeepSpeed would take those of the checkpoint.
+
+    Raises:
+        ValueError: on all ranks, if the checkpoint is not one that this run can continue from.
+    """
+    now = _about(engine, run)
+    saved = on_rank_0(engine, lambda: _read(directory, now))
+    refuse_code(directory, (directory / _TAG).glob("*.pt"), CLASSES)
+    names = optimizers.arguments(run)
+    own = [{key: group[key] for key in group if key in names} for group in engine.basic_optimizer.param_groups]
+    tag = _TAG
+    if saved["ranks"] != now["ranks"] and now["zero_stage"] > 0:
+        with only_data(CLASSES):
+            on_rank_0(engine, lambda: _convert(directory, run))
+        tag = _UNIVERSAL
+    engine._config.load_universal_checkpoint = tag == _UNIVERSAL
+    try:
+        with only_data(CLASSES):
+            loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    if loaded is None:
+        raise ValueError(f"DeepSpeed could not load {directory / tag}; what it says about that is in its log")
+    for group, ours in zip(engine.basic_optimizer.param_groups, own, strict=True):
+        group.update(ours)
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = run.training.clip
+    for state in engine.basic_optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            # In stage 3 one tensor may have been given to all, and would count once for each of them.
+            state["step"] = state["step"].clone()
+
+
+def on_rank_0(engine: Any, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns there, on all ranks; and a ValueError on all of them if it fails."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = work()
+        except Exception as error:
+            answer[1] = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(answer, src=0, device=engine.device)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    return answer[0]
+
+
+def _about(engine: Any, run: Run) -> dict[str, Any]:
+    return {
+        "ranks": dist.get_world_size(),
+        "zero_stage": int(engine.zero_optimization_stage()) if engine.zero_optimization() else 0,
+        "precision": run.training.precision,
+        "wrapper": type(engine.optimizer).__name__,
+        "optimizer": run.optimizer.name,
+    }
+
+
+_ADVICE = {
+    "zero_stage": "name the same stage's JSON in deepspeed.config",
+    "precision": "set training.precision as it was",
+    "wrapper": "use the DeepSpeed JSON that it was saved with (data_types or offload have changed)",
+    "optimizer": "name the same optimizer, or start a new run",
+}
+
+
+def _read(directory: Path, now: dict[str, Any]) -> dict[str, Any]:
+    path = directory / _ABOUT
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} holds no finished checkpoint of the DeepSpeed engine: there is no {_ABOUT} in it"
+        )
+    saved: dict[str, Any] = json.loads(path.read_text())
+    for key, advice in _ADVICE.items():
+        if saved.get(key) != now[key]:
+            raise ValueError(
+                f"{directory} was saved with {key} {saved.get(key)}, and this run has {now[key]}; {advice}"
+            )
+    return saved
+
+
+def _convert(directory: Path, run: Run) -> None:
+    """Write the universal form of a checkpoint beside it, unless it is there from an earlier start, and whole."""
+    target, name = directory / _UNIVERSAL, run.optimizer.name
+    if target.is_dir() and _is_whole(target):
+        return
+    if name not in (*optimizers.ALTO_NAMES, "adam", "adamw"):
+        raise ValueError(
+            f"{directory} was saved by another number of ranks, and DeepSpeed's universal checkpoints, which it would "
+            f"take to load it, do not hold the states of {name}; go on with as many ranks as before"
+        )
+    part = directory / f"{_UNIVERSAL}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    convert = universal.convert if name in optimizers.ALTO_NAMES else _convert_adam
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        convert(directory / _TAG, part)
+    names = [str(path.relative_to(part)) for path in part.rglob("*") if path.is_file()]
+    files = {name: manifest.entry_of(part / name, 0, {}) for name in names}
+    manifest.write(part, manifest.Manifest(0, 1, manifest.versions(), files))
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(part, target)
+    (directory / "latest_universal").write_text(_UNIVERSAL)
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether a conversion is as it was written. What is not can be made again from the checkpoint."""
+    try:
+        listed = manifest.read(target)
+    except (ValueError, OSError):
+        return False
+    return not manifest.problems(target, listed, listed.files)
+
+
+def _convert_adam(source: Path, target: Path) -> None:
+    """DeepSpeed's own conversion, which knows Adam's two states."""
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(source),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )

@@ -1,0 +1,74 @@
+"""Who this process is: from torchrun's variables, or from MPI where mpirun started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...errors import MissingExtra
+from ...extras import what_to_install
+
+#: Set by the mpirun of Open MPI, of MPICH and Intel MPI, and of MVAPICH.
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def read_launch_env() -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT if a launcher other than torchrun did not.
+
+    Under mpirun they come from mpi4py: the first rank's host is the master, and it picks a free port. A
+    process that nobody launched is a world of one.
+    """
+    if "RANK" in os.environ:
+        return
+    if any(name in os.environ for name in _MPI_VARIABLES):
+        try:
+            from mpi4py import MPI
+        except ModuleNotFoundError:
+            raise MissingExtra(
+                f"mpirun started this process, and {what_to_install('mpi4py')}, or start it with torchrun"
+            ) from None
+        world = MPI.COMM_WORLD
+        rank, size = world.Get_rank(), world.Get_size()
+        local = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
+        address, port = world.bcast((_address(), free_port()) if rank == 0 else None)
+    else:
+        rank, size, local, address, port = 0, 1, 0, "127.0.0.1", free_port()
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
+
+
+def _address() -> str:
+    """A name of this host that the others can reach; one that they cannot resolve is replaced by its number."""
+    name = socket.gethostname()
+    try:
+        number = socket.gethostbyname(name)
+    except OSError:
+        return "127.0.0.1"
+    return number
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether any rank says so. All of them must ask."""
+    said = torch.tensor([float(flag)], dtype=torch.float32, device=device)
+    dist.all_reduce(said, op=dist.ReduceOp.MAX)
+    return bool(said.item())
+
+
+def wait_at_most(seconds: float) -> None:
+    """Limit how long this rank waits for the others in an exchange, in every process group that there is.
+
+    A group that is made without a limit gets torch's default, not that of the group it was made from.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

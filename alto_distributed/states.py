@@ -1,0 +1,109 @@
+"""The states an optimizer keeps for a tensor: their names, their precision, their place in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .errors import shown
+from .kernels import hugepages
+from .sharding import dtensor
+
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+GRAD_EMA = "grad_ema"
+STEP = "step"
+
+
+#: States that may be kept in bfloat16, with stochastic rounding. exp_avg_sq may not: a root is taken of it.
+SHRINKABLE = (EXP_AVG, GRAD_EMA)
+
+
+def check_dtype(option: str, dtype: Any) -> torch.dtype | None:
+    """The dtype that an option like ``grad_ema_dtype`` stands for; None for the usual precision."""
+    known: dict[Any, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None
+    if name not in known:
+        raise ValueError(f"{option}={shown(dtype)} is not one of 'float32', 'bfloat16'")
+    return known[name]
+
+
+def state_dtype(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.dtype:
+    """float32 at least: a moving average with decay 0.99 does not move in bfloat16, unless it is rounded by chance.
+
+    Args:
+        param: what the state belongs to.
+        chosen: bfloat16 for a state that is rounded stochastically.
+    """
+    full = torch.promote_types(param.dtype, torch.float32)
+    if chosen is not None and full != torch.float32:
+        raise ValueError(f"states in bfloat16 are for parameters of at most float32, not {full}; leave out the option")
+    return chosen or full
+
+
+def new_state(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.Tensor:
+    """Zeros shaped, placed and laid out in memory like ``param``."""
+    return hugepages.zeros_like(param, state_dtype(param, chosen))
+
+
+def new_step() -> torch.Tensor:
+    """A counter on the host, as torch.optim keeps it, so that reading it never waits for a GPU."""
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+
+
+def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The local elements of ``tensor``, its dimensions permuted to the order in which ``param`` lies in memory.
+
+    The order itself is of no importance to the update; that a parameter, its gradient and its states
+    share it is. A channels-last parameter and its states thus become flat views without a copy.
+    """
+    if type(tensor) in dtensor.PLAIN and type(param) in dtensor.PLAIN and param.is_contiguous():
+        return tensor  # as nearly always, and a step asks five times for every parameter
+    piece, local = dtensor.local(tensor), dtensor.local(param)
+    if local.is_contiguous():
+        return piece
+    return piece.permute(sorted(range(local.ndim), key=lambda dim: (-local.stride()[dim], dim)))
+
+
+def flat_view(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The same in one dimension. Raises RuntimeError where that would take a copy."""
+    ordered = in_memory_order(tensor, param)
+    return ordered if ordered.ndim == 1 else ordered.view(-1)
+
+
+def match_layout(state: torch.Tensor, param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.Tensor:
+    """``state`` as it must be to serve ``param``: on its device, in the state's precision and memory order.
+
+    A state that came from a checkpoint may be none of these. To more precision the conversion is exact; to
+    less it rounds to nearest, once.
+    """
+    as_needed = state.dtype == state_dtype(param, chosen) and state.device == param.device
+    if as_needed and in_memory_order(state, param).is_contiguous():
+        return state
+    return new_state(param, chosen).copy_(state)
+
+
+class ModelCopies:
+    """bfloat16 copies of parameters, which a step keeps up to date as it goes over the parameters."""
+
+    def __init__(self, copies: Mapping[torch.Tensor, torch.Tensor], params: list[torch.Tensor]) -> None:
+        known = {id(param) for param in params}
+        for param, copy in copies.items():
+            if id(param) not in known:
+                raise ValueError(f"a model copy of shape {tuple(copy.shape)} is for a tensor that is no parameter here")
+            if copy.dtype != torch.bfloat16:
+                raise ValueError(f"a model copy must be bfloat16, not {copy.dtype}")
+            if tuple(copy.shape) != tuple(param.shape) or dtensor.is_dtensor(copy) != dtensor.is_dtensor(param):
+                raise ValueError(
+                    f"a model copy must be shaped and sharded like its parameter: {type(copy).__name__} of "
+                    f"{tuple(copy.shape)} for {type(param).__name__} of {tuple(param.shape)}"
+                )
+            if copy.device != param.device or not in_memory_order(copy, param).is_contiguous():
+                raise ValueError("a model copy must lie on its parameter's device and be laid out in memory like it")
+        self._copies = dict(copies)
+
+    def flat(self, param: torch.Tensor) -> torch.Tensor | None:
+        copy = self._copies.get(param)
+        return None if copy is None else in_memory_order(copy.detach(), param).view(-1)
