@@ -13,8 +13,7 @@ from .import_hooks import register
 from .optimizer import ALTO
 from .param_groups import param_groups
 from .sharding import LogicalParameter, Segment, ShardLayout
-
-__version__ = "0.1.1"
+from .version import __version__
 
 __all__ = [
     "ALTO",
@@ -23,6 +22,7 @@ __all__ = [
     "LogicalParameter",
     "Segment",
     "ShardLayout",
+    "__version__",
     "param_groups",
     "recipe",
     "register",

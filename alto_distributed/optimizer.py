@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch.optim import Optimizer
 
-from . import states, trust_ratio
+from . import states, trust_ratio, version
 from .diagnostics import Diagnostics, Reading
 from .errors import UnsupportedTensor
 from .grad_scaler import ScaledStep
@@ -216,9 +216,7 @@ class ALTO(Optimizer):
 
     def description(self) -> dict[str, str]:
         """What must be the same on all ranks that train a model together, in words."""
-        from . import __version__
-
-        said = {"the version of alto_distributed": __version__, "the version of torch": str(torch.__version__)}
+        said = {"the version of alto_distributed": version.__version__, "the version of torch": str(torch.__version__)}
         said.update(kernel=self._kernel, diagnostics_every=str(self._diagnostics.every))
         said.update(skip_nonfinite=str(self._skipped.on))
         said.update({f"{key}_dtype": str(dtype or "float32") for key, dtype in self._state_dtypes.items()})

@@ -27,5 +27,10 @@ fi
 "$PY" -m ruff check .
 "$PY" -m ruff format --check --quiet .
 "$PY" -m mypy
+# Who may import whom: the contracts in pyproject.toml. The tool needs Python 3.11.
+linter=$(dirname "$PY")/lint-imports
+if [ -x "$linter" ]; then
+    contracts=$("$linter" 2>&1) || { printf '%s\n' "$contracts" && exit 1; }
+fi
 # By file: the ranks that a file starts serve all of its tests. In the order of tests/conftest.py, the longest first.
 "$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -415,7 +415,7 @@ def test_parts_of_other_input_are_not_used_even_when_forced(corpus, texts, tmp_p
 
 KILLED_WITH_WORKERS = """
 import multiprocessing, os, signal, sys
-from alto_distributed.pretrain.data import parts, prepare
+from alto_distributed.pretrain.data import prepare, token_shards as parts
 make = parts.make
 def make_one(work, workers):
     for number in make(work, workers):

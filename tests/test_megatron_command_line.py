@@ -86,7 +86,7 @@ import argparse, importlib, itertools, sys
 from scripts.megatron_on_cpu import install
 install()
 import alto_distributed
-from alto_distributed import registration
+from alto_distributed import import_hooks as registration
 
 NAMES = ["arguments", "initialize", "training", "elsewhere"]
 

@@ -481,7 +481,7 @@ def test_a_step_after_a_fork(monkeypatch):
 
 WITHOUT_THREADS = """
 import resource, sys, threading, torch
-from alto_distributed.kernels import native
+from alto_distributed.kernels.cpu import kernel as native
 from tests.test_native import BLOCK, LARGE_BATCH, a_piece, run
 torch.manual_seed(0)
 pieces = [a_piece([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]

@@ -151,7 +151,7 @@ def test_the_host_reads_nothing_while_the_step_is_under_way(monkeypatch):
         give_gradients(params, k, (1, NAN) if k == 2 else None)
         with NoReadBack():
             optimizer.step()
-        allowed[:] = [id(optimizer._skipped._unsettled[0])]
+        allowed[:] = [id(optimizer._skipped._pending[0])]
     assert optimizer.skipped_steps == 1
 
 

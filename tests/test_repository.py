@@ -93,14 +93,6 @@ def test_whatever_the_readmes_commands_install_is_pinned_and_nothing_else():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_each_module_keeps_to_its_room(path):
-    tree = ast.parse(path.read_text())
-    room = path.relative_to(PACKAGE).parts[0]
-    for node in ast.walk(tree):
+def test_no_module_has_an_assert(path):
+    for node in ast.walk(ast.parse(path.read_text())):
         assert not isinstance(node, ast.Assert), f"line {node.lineno}: an assert vanishes under python -O"
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module]
-        for name in names:
-            framework = name.split(".")[0]
-            assert framework not in ("deepspeed", "megatron") or framework == room, f"{name} outside its folder"

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from .. import __version__, states
+from .. import states, version
 from ..diagnostics import Reading
 from ..hyperparameters import Hyperparameters
 from ..optimizer import ALTO, GRAD_EMA_BETA1
@@ -80,7 +80,7 @@ def _require_agreement(config: Any, hyper: Hyperparameters, layouts: LayoutBuild
     if world is None:
         return
     common = {
-        "the version of alto_distributed": __version__,
+        "the version of alto_distributed": version.__version__,
         "the version of torch": str(torch.__version__),
         "the version of megatron-core": megatron_version,
         **hyper.in_words("in the config"),

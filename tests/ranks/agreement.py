@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import alto_distributed
-from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout, param_groups
+from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout, param_groups, version
 from alto_distributed.pretrain.config.settings import parse
 from alto_distributed.pretrain.runtime.rank_sync import same_settings
 from alto_distributed.sharding.agreement import require_agreement
@@ -65,14 +64,14 @@ def case_other_options_and_versions_on_one_rank():
         model = sharded_network(mesh)
         optimizer = ALTO(param_groups(model, 1e-2), **HYPER, **({option: value} if is_last() else {}))
         refused(optimizer, said)
-    version = alto_distributed.__version__
+    number = version.__version__
     try:
         if is_last():
-            alto_distributed.__version__ = "0.0.9"
+            version.__version__ = "0.0.9"
         optimizer = ALTO(param_groups(sharded_network(mesh), 1e-2), **HYPER)
-        refused(optimizer, f"the version of alto_distributed is {version} on rank 0 and 0.0.9 on rank 1")
+        refused(optimizer, f"the version of alto_distributed is {number} on rank 0 and 0.0.9 on rank 1")
     finally:
-        alto_distributed.__version__ = version
+        version.__version__ = number
 
 
 def flat_optimizer(names, shapes=None, *, held=3, group=None):
