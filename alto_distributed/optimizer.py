@@ -271,16 +271,17 @@ class ALTO(Optimizer):
             self._diagnostics.before(measured, plan.norms)
 
         partial: dict[torch.device, torch.Tensor] = {}
+        prepared: dict[torch.device, Any] = {}
         for device, shards in inputs.shards.items():
             partial[device] = plan.norms.zeros(device)
-            self._kernel_on(device, skip).phase_one(shards, partial[device])
+            prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
 
         ratio_of_slot, step_sizes = trust_ratio.complete(plan, hypers, partial)
         if measured is not None:
             self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
 
         for device, shards in inputs.shards.items():
-            self._kernel_on(device, skip).phase_two(shards, step_sizes.to(device))
+            self._kernel_on(device, skip).phase_two(shards, step_sizes.to(device), prepared[device])
         for target, flat in inputs.staged:
             target.copy_(flat.view(target.shape))
         return loss

@@ -1,11 +1,6 @@
 """The update rule: pure functions on flat tensors, in two phases with the norms between them.
 
-A kernel is a module with two functions::
-
-    phase_one(shards, sums)         updates grad_ema, exp_avg and exp_avg_sq in place and adds |theta|^2
-                                    and |r|^2 of every span to sums[0, slot] and sums[1, slot]
-    phase_two(shards, step_sizes)   recomputes r and does theta -= step_sizes[slot] * r; the shards are those of
-                                    phase one, and a shard is not changed in between (its tensors' contents may be)
+A kernel is a module or an object with the two functions of :class:`.protocol.Kernel`.
 
 Between the two, and outside of this folder, the sums become norms of whole logical parameters
 (``sharding.norms``) and the norms become step sizes (:func:`reference.trust_ratio`). A kernel gets all
@@ -13,19 +8,19 @@ shards of one device at once, so that it may serve many of them with one launch;
 ``step_sizes`` live on that device and are never read by the host.
 
 ``reference`` is the definition, written to be read beside the paper. The others must agree with it:
-``chunked`` in torch operations, for any device, ``native`` in C, for the CPU, and ``gpu.step`` in Triton, for GPUs.
+``chunked`` in torch operations, for any device, ``cpu.kernel`` in C, and ``triton.step`` for GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
 from ..errors import is_one_of, shown
 from . import chunked, reference
 from .cpu import kernel as native
+from .protocol import Kernel
 from .shards import Coefficients, FlatShard, Span
 from .skip import SkipIf
 from .triton import step as gpu_step
@@ -33,14 +28,6 @@ from .triton import step as gpu_step
 __all__ = ["KERNELS", "Coefficients", "FlatShard", "Kernel", "Span", "kernel_for", "kernel_with_skip"]
 
 KERNELS = ("auto", "torch", "reference", "native", "triton")
-
-
-class Kernel(Protocol):
-    """What ``reference``, ``chunked`` and every later kernel provide."""
-
-    def phase_one(self, shards: Sequence[FlatShard], sums: torch.Tensor) -> None: ...
-
-    def phase_two(self, shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> None: ...
 
 
 def check_kernel(name: str) -> str:

@@ -80,7 +80,7 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
                 sums[1, slot].add_(scratch.sum_of_squares(r), alpha=factor * factor)
 
 
-def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> None:
+def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
     narrow: dict[torch.dtype, torch.Tensor] = {}
     for shard, scratch in _with_scratch(shards, None):
         c = shard.coefficients

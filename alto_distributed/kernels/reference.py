@@ -82,7 +82,7 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
                 sums[1, slot] += r.to(sums.dtype).square().sum()
 
 
-def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> None:
+def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
     for shard in shards:
         c = shard.coefficients
         dtype = shard.exp_avg_sq.dtype

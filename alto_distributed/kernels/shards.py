@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from ..hyperparameters import Hyperparameters
+from ..spans import NO_RATIO, Span
 
-
-class Span(NamedTuple):
-    """Elements [start, stop) of a flat tensor. Elements outside every span are padding: never touched."""
-
-    start: int
-    stop: int
-    slot: int
-    """Column of ``sums`` and entry of ``step_sizes``; NO_RATIO where the step is plain ``lr``."""
-
-
-NO_RATIO = -1
+__all__ = ["NO_RATIO", "Coefficients", "FlatShard", "Span"]
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from .chunked import chunks
+from .protocol import Kernel
 from .shards import FlatShard, Span
-
-
-class _Phases(Protocol):
-    def phase_one(self, shards: Sequence[FlatShard], sums: torch.Tensor) -> None: ...
-
-    def phase_two(self, shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> None: ...
 
 
 class SkipIf:
     """``kernel``, with every write undone on the device if ``skip`` is not 0."""
 
-    def __init__(self, kernel: _Phases, skip: torch.Tensor) -> None:
+    def __init__(self, kernel: Kernel, skip: torch.Tensor) -> None:
         self._kernel = kernel
         self._skip = skip.reshape(()) != 0
 
@@ -36,7 +30,7 @@ class SkipIf:
             with self._kept([t[here] for t in (shard.exp_avg, shard.exp_avg_sq, shard.grad_ema) if t is not None]):
                 self._kernel.phase_one([shard], sums)
 
-    def phase_two(self, shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> None:
+    def phase_two(self, shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
         for shard, here in _shards_of_a_chunk(shards):
             with self._kept([t[here] for t in (shard.param, shard.model_copy) if t is not None]):
                 self._kernel.phase_two([shard], step_sizes)

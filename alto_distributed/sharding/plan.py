@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import MisfittingTensor
-from ..kernels.shards import NO_RATIO, Span
+from ..spans import NO_RATIO, Span
 from . import dtensor
 from .agreement import describe_parameters, require_agreement, require_whole
 from .layout import LogicalParameter, ShardLayout

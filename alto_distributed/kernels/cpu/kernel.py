@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import os
 import struct
 import warnings
@@ -93,22 +92,16 @@ def _is_plain(t: torch.Tensor | None) -> bool:
     return t is None or (type(t) in PLAIN and t.dtype in _STATES and t.is_cpu and t.is_contiguous() and not t.is_neg())
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """What C is to do, and what it leaves to torch. It costs some microseconds a shard, so phase two reuses it."""
 
-    shards: tuple[FlatShard, ...]
     spans: bytearray
     blocks: int
     threads: int
     others: list[FlatShard]
 
 
-# Of a phase one whose phase two has not come yet.
-_waiting: _Prepared | None = None
-
-
-def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
-    global _waiting
+def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> Prepared:
     prepared = _prepare(shards)
     # The sums are added up here, so that sums of any precision and place in memory will do.
     totals = torch.zeros(2, sums.shape[1], dtype=torch.float64, device="cpu")
@@ -116,29 +109,23 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
         raise MemoryError("no memory for the sums of ALTO's blocks")
     sums += totals.to(sums.dtype)
     chunked.phase_one(prepared.others, sums)
-    _waiting = prepared
+    return prepared
 
 
-def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> None:
-    global _waiting
-    prepared, _waiting = _waiting, None
-    if prepared is None or not _are(shards, prepared.shards):
+def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: Prepared | None = None) -> None:
+    if prepared is None:
         prepared = _prepare(shards)
     wide = step_sizes.detach().to("cpu", torch.float64).contiguous()
     _call("alto_phase_two", prepared.spans, prepared.blocks, prepared.threads, wide)
     chunked.phase_two(prepared.others, step_sizes)
 
 
-def _are(shards: Sequence[FlatShard], those: Sequence[FlatShard]) -> bool:
-    return len(shards) == len(those) and all(map(operator.is_, shards, those))
-
-
-def _prepare(shards: Sequence[FlatShard]) -> _Prepared:
+def _prepare(shards: Sequence[FlatShard]) -> Prepared:
     ours: list[FlatShard] = []
     others: list[FlatShard] = []
     for shard in shards:
         (ours if serves(shard) else others).append(shard)
-    return _Prepared(tuple(shards), *_spans(ours), others)
+    return Prepared(*_spans(ours), others)
 
 
 def _spans(shards: Sequence[FlatShard]) -> tuple[bytearray, int, int]:

@@ -109,7 +109,11 @@ class TritonKernel:
             (chunked if skip is None else SkipIf(chunked, skip)).phase_one(others, sums)
 
     def phase_two(
-        self, pieces: Sequence[FlatShard], step_sizes: torch.Tensor, skip: torch.Tensor | None = None
+        self,
+        pieces: Sequence[FlatShard],
+        step_sizes: torch.Tensor,
+        prepared: None = None,
+        skip: torch.Tensor | None = None,
     ) -> None:
         ours, others = _divided(pieces)
         if ours:
@@ -155,8 +159,8 @@ class TritonUnless:
     def phase_one(self, pieces: Sequence[FlatShard], sums: torch.Tensor) -> None:
         self._kernel.phase_one(pieces, sums, self._skip)
 
-    def phase_two(self, pieces: Sequence[FlatShard], step_sizes: torch.Tensor) -> None:
-        self._kernel.phase_two(pieces, step_sizes, self._skip)
+    def phase_two(self, pieces: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
+        self._kernel.phase_two(pieces, step_sizes, skip=self._skip)
 
 
 def _divided(pieces: Sequence[FlatShard]) -> tuple[list[FlatShard], list[FlatShard]]:
