@@ -4,6 +4,7 @@ Five of them also carry the type that PyTorch or Python would have raised at the
 code written against ``torch.optim`` keeps catching them.
 """
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,12 @@ def shown(value: Any) -> str:
 def named(name: str) -> str:
     """A name for a message: as it is, unless it has what does not belong into one line."""
     return name if name.isprintable() and len(name) <= _LONGEST else shown(name)
+
+
+def did_you_mean(name: Any, known: Sequence[str], cutoff: float = 0.5) -> str:
+    """The end of a message about an unknown name: the nearest known one, or nothing."""
+    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def is_one_of(value: Any, known: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnknownHyperparameter, is_one_of, shown
+from .errors import UnknownHyperparameter, did_you_mean, is_one_of, shown
 
 LAYERWISE_MODES = ("decayed", "matrices", "all", "none")
 
@@ -65,7 +65,7 @@ class Hyperparameters:
         if not is_one_of(self.layerwise, LAYERWISE_MODES):
             raise ValueError(
                 f"layerwise={shown(self.layerwise)} is not one of {', '.join(map(repr, LAYERWISE_MODES))}"
-                f"{_did_you_mean(self.layerwise, LAYERWISE_MODES)}"
+                f"{did_you_mean(self.layerwise, LAYERWISE_MODES)}"
             )
         if not isinstance(self.bias_correction, bool):
             raise ValueError(f"bias_correction={shown(self.bias_correction)} must be True or False")
@@ -166,7 +166,7 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_N
     """Raise for the first name that is not a hyperparameter, with the nearest that is."""
     for name in names:
         raise UnknownHyperparameter(
-            f"{shown(name)} is not a hyperparameter of ALTO{_did_you_mean(name, known)} (it has: {', '.join(known)})"
+            f"{shown(name)} is not a hyperparameter of ALTO{did_you_mean(name, known)} (it has: {', '.join(known)})"
         )
 
 
@@ -181,14 +181,8 @@ def refuse_near_misses(names: Iterable[str], known: Sequence[str] = HYPERPARAMET
             continue
         near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.8)
         if near and abs(len(near[0]) - len(name)) <= 2:
-            raise UnknownHyperparameter(
-                f"parameter group key {shown(name)} is not a hyperparameter of ALTO; did you mean {near[0]!r}?"
-            )
-
-
-def _did_you_mean(name: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, near)
+            raise UnknownHyperparameter(f"parameter group key {shown(name)} is not a hyperparameter of ALTO{hint}")
 
 
 def _number(name: str, value: Any, *, low: float = -math.inf, below: float = math.inf) -> float:

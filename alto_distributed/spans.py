@@ -1,8 +1,10 @@
-"""Span: elements of a flat tensor that belong to one parameter. Layouts make spans, kernels work on them."""
+"""What layouts and kernels share: spans of flat tensors, and which tensors are plain memory."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import torch
 
 
 class Span(NamedTuple):
@@ -15,3 +17,6 @@ class Span(NamedTuple):
 
 
 NO_RATIO = -1
+
+#: Types whose elements lie in their own memory. A subclass may have none, or another's.
+PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -10,6 +10,7 @@ import torch
 from .errors import shown
 from .kernels import hugepages
 from .sharding import dtensor
+from .spans import PLAIN
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
@@ -59,7 +60,7 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     The order itself is of no importance to the update; that a parameter, its gradient and its states
     share it is. A channels-last parameter and its states thus become flat views without a copy.
     """
-    if type(tensor) in dtensor.PLAIN and type(param) in dtensor.PLAIN and param.is_contiguous():
+    if type(tensor) in PLAIN and type(param) in PLAIN and param.is_contiguous():
         return tensor  # as nearly always, and a step asks five times for every parameter
     piece, local = dtensor.local(tensor), dtensor.local(param)
     if local.is_contiguous():

@@ -10,8 +10,9 @@ import torch
 
 from .errors import MisfittingTensor, UnsupportedTensor, refuse_unsupported_gradient
 from .kernels import FlatShard
-from .sharding.dtensor import PLAIN, like_parameter, local
+from .sharding.dtensor import like_parameter, local
 from .sharding.plan import PlannedTensor
+from .spans import PLAIN
 
 
 @dataclass

@@ -13,14 +13,13 @@ exact on any shard that an engine cuts; alto and lamb look at whole parameters, 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..errors import named
+from ..errors import did_you_mean, named
 from ..extras import require
 from ..hyperparameters import Hyperparameters, check_beta, check_eps
 from ..optimizer import ALTO
@@ -66,7 +65,7 @@ def default_options(name: str) -> dict[str, Any]:
         ValueError: there is no such optimizer.
     """
     if name not in _DEFAULTS:
-        raise ValueError(f"optimizer.name={name!r} is not one of {', '.join(NAMES)}{_did_you_mean(name, NAMES)}")
+        raise ValueError(f"optimizer.name={name!r} is not one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
     return dict(_DEFAULTS[name])
 
 
@@ -86,7 +85,7 @@ def arguments(run: Run) -> dict[str, Any]:
             raise ValueError("optimizer.options.alpha: lamb is ALTO with alpha 0; for another alpha name alto")
         if option not in known:
             raise ValueError(
-                f"optimizer.options.{named(option)} does not exist for {name}{_did_you_mean(option, list(known))} "
+                f"optimizer.options.{named(option)} does not exist for {name}{did_you_mean(option, list(known))} "
                 f"(it has: {', '.join(known)})"
             )
     options = {**known, **run.optimizer.options}
@@ -179,8 +178,3 @@ def _number(option: str, value: Any) -> Any:
         except ValueError:
             raise ValueError(f"optimizer.options.{option}={value!r} must be a number") from None
     return value
-
-
-def _did_you_mean(name: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""

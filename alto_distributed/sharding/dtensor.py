@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..spans import PLAIN
 from .layout import LogicalParameter, ShardLayout
 
 if TYPE_CHECKING:
@@ -18,13 +19,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-# A step asks many times for every parameter; nearly all are of these types.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def is_dtensor(tensor: torch.Tensor) -> TypeIs[DTensor]:
     """Without importing torch.distributed.tensor: if nobody has, there is no DTensor."""
-    if type(tensor) in PLAIN:
+    if type(tensor) in PLAIN:  # nearly all are, and a step asks many times for every parameter
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...spans import PLAIN
 from .. import chunked
 from ..rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of
 from ..shards import FlatShard
@@ -24,7 +25,6 @@ from . import build as native_build
 from .build import NativeUnavailable
 
 _STATES = (torch.float32, torch.bfloat16)
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass may have no memory, or another's
 # From so many elements on (1.7 GB a step and more), one thread is a mistake of the launcher's.
 _MANY = 100_000_000
 # A thread is worth its start from so many elements on.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...spans import PLAIN
 from .. import chunked
-from ..cpu.kernel import PLAIN
 from ..shards import FlatShard
 from ..skip import SkipIf
 from .launch import launch_phase_one, launch_phase_two

@@ -7,7 +7,6 @@ does, and so is a value of the wrong type.
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import shown
+from ...errors import did_you_mean, shown
 from .parsing import check_size_limits, parse_yaml, read_settings
 
 ENGINES = ("deepspeed", "megatron")
@@ -261,8 +260,7 @@ def _build(cls: type, settings: Any, where: str) -> Any:
     for key, value in settings.items():
         name = f"{where}.{key}" if where else str(key)
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(key, known)
             raise ValueError(f"there is no setting {shown(name)}{hint} (known here: {', '.join(known)})")
         values[key] = _build(hints[key], value, name) if is_dataclass(hints[key]) else _value(hints[key], value, name)
     return cls(**values)

@@ -7,7 +7,6 @@ A directory is complete when its manifest is there, which comes last.
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import platform
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from ...errors import did_you_mean
 from . import files, indexed, sources, splits, tokenizer
 from . import output_dir as workspace
 from . import token_shards as parts
@@ -135,8 +135,7 @@ def _describe(kind: str, vocabulary: int) -> dict[str, Any]:
         tokenizer.check_vocabulary(vocabulary)
         return {"kind": kind, "vocabulary": vocabulary}
     if kind not in KINDS and not Path(kind).is_dir():
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(kind, KINDS)
         raise ValueError(
             f"the tokenizer {kind!r} is unknown{hint} (known: {', '.join(KINDS)}, or a directory with vocab.json and "
             "merges.txt)"
