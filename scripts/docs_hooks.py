@@ -54,3 +54,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     # The folder of the studies is no page.
     markdown = markdown.replace(f"[{EVIDENCE}](../{EVIDENCE})", f"`{EVIDENCE}`")
     return _LINK.sub(to_site, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Docstrings name other objects with roles of Sphinx, such as :meth:`step`; here the name alone is shown."""
+    return re.sub(r":(?:attr|class|func|meth|mod):(?=<code>)", "", html)
