@@ -1,4 +1,5 @@
-"""Run the fitting tests with other releases of torch, DeepSpeed and megatron-core, and write the table of VERSIONS.md.
+"""Run the fitting tests with other releases of torch, DeepSpeed and megatron-core, and write the table in
+docs/versions.md.
 
     python scripts/matrix.py                        every combination that has no result yet
     python scripts/matrix.py deepspeed-0.18.9 ...   those, again
@@ -26,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "matrix"
 RESULTS = CACHE / "results.json"
-TABLE = ROOT / "VERSIONS.md"
+TABLE = ROOT / "docs" / "versions.md"
 
 RELEASES = {
     "torch": ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
@@ -131,7 +132,7 @@ def table(known: dict[str, dict[str, Any]]) -> str:
 
 
 def write_table() -> None:
-    """Replace the table in VERSIONS.md."""
+    """Replace the table in docs/versions.md."""
     begin, end = "<!-- matrix: begin -->", "<!-- matrix: end -->"
     before, _, rest = TABLE.read_text().partition(begin)
     _, _, after = rest.partition(end)

@@ -184,7 +184,7 @@ def test_a_result_that_names_a_figure_that_is_not_there_is_refused(tmp_path):
 
 
 def test_the_page_is_the_one_that_the_committed_results_make():
-    """Nobody edits RESULTS.md, and nobody forgets to make it."""
+    """Nobody edits docs/results.md, and nobody forgets to make it."""
     results = page.read_results()
     assert page.PAGE.read_text() == page.compose(results)
     assert [result["study"] for result in results] == [name for name in STUDIES if (page.RESULTS / name).is_dir()]

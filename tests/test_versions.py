@@ -1,4 +1,4 @@
-"""The versions that are supported: pyproject.toml, README.md, VERSIONS.md and the code say the same."""
+"""The versions that are supported: pyproject.toml, README.md, docs/versions.md and the code say the same."""
 
 import ast
 import json
@@ -56,7 +56,7 @@ def test_code_packaging_and_readme_name_the_same_versions():
 
 def test_the_table_of_releases_has_those_that_are_supported():
     """A release is called supported only when its tests have run without a failure."""
-    table = (REPO / "VERSIONS.md").read_text()
+    table = (REPO / "docs" / "versions.md").read_text()
     for name, folder in (("deepspeed", "deepspeed"), ("megatron-core", "megatron")):
         for version in supported(folder):
             found = re.search(rf"^\| {name} {re.escape(version)} \|.*\| (\d+) \| (\d+) \| [\d-]+ \|$", table, re.M)

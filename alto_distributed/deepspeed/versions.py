@@ -97,7 +97,7 @@ def load_state(wrapper: Any, folder: str, key: str, param: torch.Tensor) -> Any:
 
 
 def faults(engine: Any, stage: int) -> Iterator[str]:
-    """Settings in which the installed release computes wrong gradients, with any optimizer. VERSIONS.md lists them."""
+    """Settings in which the installed release computes wrong gradients, with any optimizer: docs/versions.md."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", deepspeed.__version__)
     if found is None:
         return

@@ -5,7 +5,7 @@
     python -m scripts.evidence all [--quick]
 
 A study is a module with TITLE and ``run(quick, into) -> Result``. Its full result is kept in results/STUDY and
-becomes a section of RESULTS.md. Whether a claim held is decided by the study's code from its own numbers.
+becomes a section of docs/results.md. Whether a claim held is decided by the study's code from its own numbers.
 """
 
 #: In the order of the page.

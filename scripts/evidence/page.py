@@ -1,4 +1,4 @@
-"""RESULTS.md, composed of the results that are there."""
+"""docs/results.md, composed of the results that are there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .study import UNTESTABLE, VERDICTS, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = ROOT / "RESULTS.md"
+PAGE = ROOT / "docs" / "results.md"
 
 HEAD = """\
 # What held here
 
 Does ALTO do with this code what its paper says? This page is made by `python -m scripts.evidence page` from
-[scripts/evidence/results](scripts/evidence/results); nothing in it is written by hand, and every verdict is computed
+[scripts/evidence/results](../scripts/evidence/results); nothing in it is written by hand, and every verdict is computed
 from the numbers beside it. Whoever doubts one can run it: `python -m scripts.evidence STUDY`, in a quick form with
 `--quick`.
 
@@ -50,7 +50,7 @@ def read_results(directory: Path = RESULTS) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths if path.is_file()]
 
 
-def compose(results: list[dict[str, Any]], link: str = "scripts/evidence/results") -> str:
+def compose(results: list[dict[str, Any]], link: str = "../scripts/evidence/results") -> str:
     """The page's text.
 
     Args:

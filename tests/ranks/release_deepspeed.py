@@ -29,7 +29,7 @@ SOME = ("stage 0", "stage 1", "stage 2", "stage 3", "stage 2, round_robin", "sta
 SOME_LOW = ("bf16, stage 1", "bf16, stage 3", "fp16, stage 2, offload")
 ALL = bool(os.environ.get("ALL_CELLS"))
 
-#: Which cells a release gets wrong with any optimizer, so that ALTO refuses them: VERSIONS.md.
+#: Which cells a release gets wrong with any optimizer, so that ALTO refuses them: docs/versions.md.
 FAULTY = {
     "contiguous": ({"stage 1, contiguous_gradients off", "stage 2, contiguous_gradients off"}, (), (0, 19, 8)),
     "accumulation": ({label for label in (*FLOAT32_CELLS, *LOW_CELLS) if "stage 2" in label}, (0, 17), (0, 18, 3)),

@@ -71,8 +71,8 @@ class Training:
     """Keep only the inputs of each layer for the backward pass and compute the rest again: less memory, a third more
     arithmetic, the same numbers."""
     timeout: float = 1800.0
-    """Seconds that a rank waits for the others in one exchange before it gives the run up (RELIABILITY.md). It must be
-    longer than the slowest rank lags behind the fastest, checkpoints included."""
+    """Seconds that a rank waits for the others in one exchange before it gives the run up (docs/reliability.md). It
+    must be longer than the slowest rank lags behind the fastest, checkpoints included."""
 
 
 @dataclass(frozen=True)
