@@ -235,7 +235,7 @@ def _initialize_without_a_gpu() -> None:
 def _fork_to_save() -> None:
     """A spawned process imports the script again, without what stands in here, and main's does not import so.
 
-    On a GPU: spawned, by Megatron-LM's scripts. Our own saves start no process (megatron/pretrain_checkpoint.py).
+    On a GPU: spawned, by Megatron-LM's scripts. Our own saves start no process (engines/megatron/checkpoint.py).
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

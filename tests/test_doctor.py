@@ -297,7 +297,13 @@ def test_control_c_stops_its_processes(tmp_path):
     modules(tmp_path, sitecustomize=hangs)
     variables = {**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
     command = [sys.executable, "-m", "alto_distributed", "doctor"]
-    process = subprocess.Popen(command, cwd=REPO, env=variables, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        cwd=REPO,
+        env=variables,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     try:
         deadline = time.monotonic() + 50
         while len(started := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]) < 4:

@@ -232,8 +232,9 @@ class Trials:
 def _code() -> str:
     digest = hashlib.sha256()
     package = ROOT / "alto_distributed"
-    places = (package, *(package / inner for inner in ("update", "sharding", "pretrain", "pretrain/data")))
-    sources = [path for place in places for path in sorted(place.iterdir()) if path.suffix in (".py", ".c")]
+    elsewhere = {package / folder for folder in ("deepspeed", "megatron", "doctor")}
+    sources = [path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".c")]
+    sources = [path for path in sources if elsewhere.isdisjoint(path.parents)]
     for path in (Path(__file__), *sources):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -108,7 +108,7 @@ class Real:
 def module_of(engine):
     if engine == "megatron":
         from .. import megatron_gpt  # noqa: F401  (puts its stand-ins for a GPU in place)
-    return importlib.import_module(f"alto_distributed.{engine}.pretrain")
+    return importlib.import_module(f"alto_distributed.pretrain.engines.{engine}.engine")
 
 
 def settings(engine):

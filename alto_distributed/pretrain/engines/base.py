@@ -57,5 +57,5 @@ class Engine(Protocol):
 
 def build(run: Run) -> Engine:
     """The engine that a run names, with freshly initialised weights. Called by all ranks."""
-    module = importlib.import_module(f"alto_distributed.{run.engine}.pretrain")
+    module = importlib.import_module(f"alto_distributed.pretrain.engines.{run.engine}.engine")
     return cast(Engine, module.build(run))
