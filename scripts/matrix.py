@@ -154,9 +154,14 @@ def main() -> None:
             parser.error(f"{', '.join(unknown)}: not one of {', '.join(every)}")
         for chosen in options.combinations or [key for key in every if key not in known]:
             name, version = every[chosen]
-            known = {**results(), chosen: run(name, version)}
+            outcome = run(name, version)
+            known = {**results(), chosen: outcome}  # read again: another run may have added to it
             RESULTS.write_text(json.dumps(known, indent=1))
-            print(f"{chosen}: {known[chosen]['passed']} passed, failed: {known[chosen]['failed']}", flush=True)
+            print(
+                f"{chosen}: {outcome['passed']} passed, {len(outcome['failed'])} failed",
+                *outcome["failed"][:5],
+                flush=True,
+            )
             if name == "torch" and not options.keep:
                 shutil.rmtree(CACHE / chosen, ignore_errors=True)
     write_table()
