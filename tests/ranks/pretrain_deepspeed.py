@@ -351,8 +351,9 @@ def case_settings_of_the_run_win_over_the_checkpoint(directory):
 # -- another number of ranks -----------------------------------------------------------------------------
 
 BEFORE, AFTER = 2, 3
-MOVED = [(stage, "fp32", name) for stage in STAGES for name in ("alto", "adamw")]
-MOVED += [(3, "fp32", "lamb"), (1, "bf16", "alto"), (0, "fp32", "adam")]
+MOVED = [(stage, "fp32", "alto") for stage in STAGES]
+MOVED += [(2, "fp32", "adamw"), (3, "fp32", "lamb"), (1, "bf16", "alto"), (0, "fp32", "adam")]
+MOVED += [(stage, "fp32", "adamw") for stage in STAGES if stage != 2 and EXHAUSTIVE]
 
 
 @worlds(2)

@@ -25,8 +25,8 @@ from .zero import (
     trainable,
 )
 
-SOME = ("stage 0", "stage 1", "stage 2", "stage 3", "stage 2, round_robin", "stage 3, small sub-groups")
-SOME_LOW = ("bf16, stage 1", "bf16, stage 3", "fp16, stage 2, offload")
+SOME = ("stage 1", "stage 2, round_robin", "stage 3, small sub-groups")
+SOME_LOW = ("bf16, stage 3", "fp16, stage 2, offload")
 ALL = bool(os.environ.get("ALL_CELLS"))
 
 #: Which cells a release gets wrong with any optimizer, so that ALTO refuses them: docs/versions.md.
