@@ -199,7 +199,7 @@ def case_fsdp2_and_tensor_parallel_on_a_2d_mesh():
     need_torch(2, 7, "FSDP2 on CPUs")
     mesh = devices.mesh(2, 2, names=("dp", "tp"))
     # Tensor parallelism splits evenly; fully_shard then splits 7 rows over 2, which older releases gather in disorder.
-    hidden = 14 if TORCH >= (2, 9) else 16
+    hidden = 14 if TORCH >= (2, 10) else 16
     model = network(hidden=hidden)
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
