@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.utils.cpp_extension
 
 
 def _version(name):
@@ -26,6 +28,19 @@ def need_torch(major, minor, what):
     """Skip a test or a case that an older torch has nothing for."""
     if (major, minor) > TORCH:
         pytest.skip(f"{what} needs torch {major}.{minor}")
+
+
+def without_managed_memory():
+    """Put right what megatron-core 0.15 does at its import where torch has CUDA and the machine has no GPU.
+
+    It compiles an allocator. It expects that this may fail, but not in the way in which it fails there.
+    """
+    if MEGATRON < (0, 16) and not torch.cuda.is_available():
+        torch.utils.cpp_extension.load_inline = _not_compiled
+
+
+def _not_compiled(*args, **kwargs):
+    raise RuntimeError("there is no GPU to compile for")
 
 
 def wait_for_all_gathers():

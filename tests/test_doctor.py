@@ -120,7 +120,7 @@ if "rank" in sys.orig_argv:
 if "checks" in sys.orig_argv:
     from alto_distributed.kernels import chunked
     right = chunked.phase_two
-    chunked.phase_two = lambda pieces, step_sizes: right(pieces, step_sizes * 1.01)
+    chunked.phase_two = lambda shards, step_sizes, prepared=None: right(shards, step_sizes * 1.01)
 """
 OLD_MEGATRON = """Metadata-Version: 2.1
 Name: megatron-core

@@ -103,7 +103,10 @@ RUNS = {
     "EP2": Run(("fully", "dp"), Job(layers=1, tied=False, experts=4), Layout(expert=2)),
 }
 #: Those that vary what two others show already, and wait for exhaustive runs.
-VARIATIONS = ("TP2, FP32Optimizer, scheduled", "TP2, Float16Optimizer, fp16", "DP2, buckets without padding")
+VARIATIONS = (
+    *("TP2, FP32Optimizer, scheduled", "TP2, Float16Optimizer, fp16", "DP2, buckets without padding"),
+    "DP2, scheduled",
+)
 if not EXHAUSTIVE:
     RUNS = {label: run for label, run in RUNS.items() if label not in VARIATIONS}
 

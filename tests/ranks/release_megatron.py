@@ -3,8 +3,12 @@
 import torch
 
 from ..launcher import worlds
-from ..megatron_gpt import Job, Layout, check_parity
-from . import megatron_checkpoints as checkpoints
+from ..releases import without_managed_memory
+
+without_managed_memory()  # before Megatron's import
+
+from ..megatron_gpt import Job, Layout, check_parity  # noqa: E402
+from . import megatron_checkpoints as checkpoints  # noqa: E402
 
 #: dp_reshardable and fully_reshardable are Megatron's two formats for training; the others are older.
 RUNS = {

@@ -215,7 +215,7 @@ def float32_gap(zero, cell):
         return largest_gap(weights(engine), reference(**cell))
 
 
-@worlds(1, 2, 4)
+@worlds(1, 2, exhaustive=(4,))
 def case_float32_cells():
     cells = some(FLOAT32_CELLS, dist.get_world_size())
     gaps = {label: float32_gap(zero, cell) for label, (zero, cell) in cells.items()}
@@ -275,7 +275,8 @@ def case_a_layout_that_was_read_wrongly_is_found():
     read = LayoutBuilder._read
     version = re.escape(deepspeed.__version__)
     said = rf"rank [01]: .*laid out.* differ from the model's. Read from DeepSpeed {version}"
-    for label in ("stage 1", "stage 3", "bf16, BF16_Optimizer", "bf16, stage 0"):
+    labels = ("stage 1", "stage 3", "bf16, BF16_Optimizer", "bf16, stage 0")
+    for label in labels if devices.NAME == "cpu" else labels[:1]:
         zero, precision, *_ = LOW_CELLS.get(label) or FLOAT32_CELLS[label]
         for change in (shifted, swapped) if zero else (swapped,):
             with pytest.MonkeyPatch.context() as patch:
