@@ -31,6 +31,12 @@ def test_core_on_two_dimensional_meshes(world, case, directory):
     check(CORE, world, case, directory, device="pretend")
 
 
+def test_state_dicts(tmp_path):
+    """The other checkpoints take longer; the training program's are below."""
+    case = "case_flattened_and_full_state_dicts"
+    check(CHECKPOINTS, 2, case, tmp_path, device="pretend", ALTO_CASES=case)
+
+
 @exhaustive
 @pytest.mark.parametrize(("world", "case"), every_case(CHECKPOINTS, 4, 2))
 def test_checkpoints(world, case, directory):
