@@ -68,7 +68,7 @@ def run(name: str, version: str) -> dict[str, Any]:
     overlay = install(name, version)
     path = os.pathsep.join([str(overlay), str(ROOT)])
     variables = {"ALTO_OVERLAY": str(overlay), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ALL_CELLS": "1"}
-    variables.setdefault("ONEDNN_MAX_CPU_ISA", os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"))
+    variables["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     passed, failed = (run_cases if name in CASES else run_files)(name, version, variables)
     return {
         "passed": passed,

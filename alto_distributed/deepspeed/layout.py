@@ -87,13 +87,13 @@ class LayoutBuilder:
             )
         return dict(build())
 
-    def _logical(self, param: torch.Tensor, *shard_groups: Any) -> LogicalParameter:
+    def _logical(self, param: torch.Tensor, *shard_groups: Any, weight: ModelWeight | None = None) -> LogicalParameter:
         """The whole parameter: its pieces lie over ``shard_groups`` and, if it is model-parallel, over TP."""
         groups = list(shard_groups)
         if self.tensor_parallel_group is not None and is_model_parallel_parameter(param):
             groups.append(self.tensor_parallel_group)
         name = self.names.get(param, f"unnamed {id(param)}")
-        self.weights[name] = ModelWeight(param)
+        self.weights[name] = weight or ModelWeight(param)
         return LogicalParameter(name, whole_shape(param), tuple(groups))
 
     def _unwrapped(self) -> Iterator[tuple[torch.Tensor, ShardLayout]]:
@@ -138,9 +138,8 @@ class LayoutBuilder:
                 offset = dist.get_rank(group=group) * piece
                 # The last ranks' pieces are padded, with memory that nobody has initialized.
                 real = max(0, min(piece, p.ds_numel - offset))
-                logical = self._logical(p, group)
+                logical = self._logical(p, group, weight=ModelWeight(p.ds_tensor, offset))
                 segments.append(Segment(logical, start, real, offset))
-                self.weights[logical.name] = ModelWeight(p.ds_tensor, offset)
                 start += piece
             yield flat, ShardLayout(flat.numel(), segments)
 
