@@ -38,13 +38,17 @@ RELEASES = {
     "megatron-core": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }
 TESTS = {
-    "torch": ("optimizer", "paper", "layout", "native", "nonfinite", "precision", "small_states", "adaptor",
-              "diagnostics", "replaced_data", "ranks", "triton"),
-}  # fmt: skip
-#: Of tests/ranks, over two ranks.
+    "torch": (
+        *("unit/test_optimizer.py", "unit/test_paper.py", "unit/test_layout.py", "unit/test_native.py"),
+        *("unit/test_nonfinite.py", "unit/test_precision.py", "unit/test_small_states.py", "unit/test_adaptor.py"),
+        *("unit/test_diagnostics.py", "unit/test_replaced_data.py", "unit/test_triton.py"),
+        "distributed/test_sharded.py",
+    ),
+}
+#: Of tests/distributed/cases, over two ranks.
 CASES = {
-    "deepspeed": "tests.ranks.release_deepspeed",
-    "megatron-core": "tests.ranks.release_megatron,tests.ranks.megatron,tests.ranks.megatron_precision",
+    "deepspeed": "release_deepspeed",
+    "megatron-core": "release_megatron,megatron,megatron_precision",
 }
 
 
@@ -82,7 +86,7 @@ def run(name: str, version: str) -> dict[str, Any]:
 def run_cases(name: str, version: str, variables: dict[str, str]) -> tuple[int, list[str]]:
     """The cases over two ranks: how many passed, and the names of the others."""
     sys.path.insert(0, str(ROOT))
-    from tests.launcher import launch
+    from tests.helpers.launcher import launch
 
     folder = CACHE / f"ranks-{name}-{version}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -98,7 +102,7 @@ def run_files(name: str, version: str, variables: dict[str, str]) -> tuple[int, 
     report = CACHE / f"{name}-{version}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-    command += [f"tests/test_{test}.py" for test in TESTS[name]]
+    command += [f"tests/{test}" for test in TESTS[name]]
     with (CACHE / f"{name}-{version}.log").open("w") as log:
         streams: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
         subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False, **streams)

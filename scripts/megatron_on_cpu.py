@@ -14,8 +14,8 @@ which is ``torchrun --nproc-per-node 2 -m alto_distributed Megatron-LM/pretrain_
 Never use it where there is a GPU; :func:`install` refuses. Nothing of ALTO's depends on it, and it knows nothing of
 ALTO (the runner apart): what runs under it is Megatron's own code, with its tensors in main memory.
 
-Beside each stand-in a line says what a GPU user has instead. tests/pretend/megatron.py needs two of them, on a device
-that has the rules of CUDA and NCCL.
+Beside each stand-in a line says what a GPU user has instead. tests/helpers/pretend/megatron.py needs two of
+them, on a device that has the rules of CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def norms_for_sequence_parallel() -> None:
 class _CudaIsCpu(TorchFunctionMode):
     """Every call that asks for the device "cuda", by name or by argument, gets the CPU.
 
-    On a GPU: tensors there, and errors where host and device meet. tests/pretend/megatron.py has those rules.
+    On a GPU: tensors there, and errors where host and device meet. tests/helpers/pretend/megatron.py has those rules.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +163,7 @@ def _random_numbers() -> None:
 class _Stream:
     """A queue of work that is always done, because nothing runs beside anything here.
 
-    On a GPU: work that is not waited for may not be done. Neither this nor tests/pretend can show that.
+    On a GPU: work that is not waited for may not be done. Neither this nor tests/helpers/pretend can show that.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 # All checks: lint, format, types, tests. Arguments go to pytest: scripts/test.sh -k layout -m "not slow"
 #
 #   scripts/test.sh --device cuda      the tests over ranks on GPUs and NCCL instead, and a report to paste into an issue
-#   scripts/test.sh --device pretend   the same on an accelerator that is not there (tests/pretend)
+#   scripts/test.sh --device pretend   the same on an accelerator that is not there (tests/helpers/pretend)
 #
 #   EXHAUSTIVE=1  also the variations that everyday runs leave out, such as every setting at four ranks
 #   JOBS=2        test files that run at a time; 0 runs them one after the other in this process
@@ -13,13 +13,13 @@ cd "$ROOT"
 if [ "${1:-}" = --device ]; then
     export DEVICE=${2:?cpu, pretend or cuda}
     shift 2
-    files=(tests/test_ranks.py tests/test_deepspeed_zero.py tests/test_deepspeed_checkpoints.py
-        tests/test_pretrain_deepspeed.py tests/test_triton.py)
+    files=(tests/distributed/test_sharded.py tests/distributed/test_deepspeed_zero.py tests/distributed/test_deepspeed_checkpoints.py
+        tests/distributed/test_pretrain_deepspeed.py tests/unit/test_triton.py)
     status=0
     mkdir -p .cache
     "$PY" -m pytest -q -n 0 "${files[@]}" "$@" | tee .cache/device-report || status=$?
     printf '\n%s\n' "-- report on $DEVICE; paste it into an issue --"
-    "$PY" -m tests.devices
+    "$PY" -m tests.helpers.devices
     sed -n '/short test summary info/,$p' .cache/device-report
     tail -n 1 .cache/device-report
     exit "$status"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from .launcher import EXHAUSTIVE
+from tests.helpers.launcher import EXHAUSTIVE
 
 # One launch of processes may serve many examples, so a single one may be slow. CI runs are repeatable; exhaustive ones
 # draw anew each time, and print what reproduces a failure.
@@ -23,7 +23,7 @@ settings.load_profile("alto")
 LONGEST_FIRST = (
     *("test_megatron", "test_pretend", "test_pretrain_deepspeed", "test_pretrain_runs", "test_deepspeed_zero"),
     *("test_deepspeed_checkpoints", "test_checkpoint_faults", "test_deepspeed_parallel", "test_deepspeed_launch"),
-    *("test_ranks", "test_estimate", "test_evidence", "test_restarts", "test_triton"),
+    *("test_sharded", "test_estimate", "test_evidence", "test_restarts", "test_triton"),
 )
 
 

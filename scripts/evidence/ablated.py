@@ -1,6 +1,6 @@
 """ALTO with parts taken out, for the ablation alone: plain formulas, one tensor after the other.
 
-With nothing taken out it is the package's ALTO (tests/test_evidence.py holds it to that).
+With nothing taken out it is the package's ALTO (tests/end_to_end/test_evidence.py holds it to that).
 """
 
 from __future__ import annotations

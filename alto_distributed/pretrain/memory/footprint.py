@@ -1,4 +1,4 @@
-"""What an engine keeps on each rank, in bytes: read from its code, and held against real runs by tests/ranks/memory.py.
+"""What an engine keeps on each rank, in bytes: read from its code, and held against real runs in the tests.
 
 Gradients are the most that are held at once, at the end of a backward pass or in the optimizer's step, when a step has
 several micro-batches. Buffers are what an engine sets aside for communication. Not counted: activations, parameters

@@ -1,0 +1,303 @@
+"""Megatron, the real one, over gloo: data and tensor parallelism, with and without the distributed optimizer.
+
+Weights and losses of ten steps are held to training by one rank with whole parameters, within 1e-6.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from alto_distributed import ALTO
+from tests.helpers import devices
+from tests.helpers.launcher import some, worlds
+from tests.helpers.megatron_gpt import (
+    ALTO_OPTIONS,
+    LR,
+    Job,
+    Layout,
+    Megatron,
+    OptimizerConfig,
+    alto_config,
+    check_norms,
+    check_parity,
+    is_decayed,
+    largest_gap,
+    learning_rate,
+    parallel,
+    reference,
+    weight_decay,
+    whole_model,
+)
+from tests.helpers.oracle import PaperALTO
+
+# isort: split
+import megatron.core
+
+from alto_distributed.megatron.layout import LayoutBuilder
+from alto_distributed.sharding import ShardLayout
+
+SMALL_BUCKETS = {"overlap": True, "bucket_size": 3000}
+SCHEDULED = Job(scheduled=True, decoupled_lr=0.008)
+SOME_FROZEN = Job(trained="linear_fc1|final_layernorm|linear_qkv")
+
+# -- the reference -------------------------------------------------------------------------------------
+
+
+@worlds(2)
+def case_the_reference_is_the_papers_algorithm():
+    """The chain of comparisons ends in float64: the paper's formula, given the gradients the reference had."""
+    for job in (Job(), SCHEDULED):
+        result = reference(job)
+        for name, start in whole_model(job).items():
+            paper = PaperALTO(
+                start,
+                lr=0.0,
+                weight_decay=0.0,
+                ratio=is_decayed(name, start),
+                betas=ALTO_OPTIONS["betas"],
+                alpha=ALTO_OPTIONS["alpha"],
+                eps=(ALTO_OPTIONS["eps"], 1e-6, 1e-10),
+            )
+            for step, gradients in enumerate(result.gradients):
+                paper.lr = learning_rate(job, name, step)
+                paper.wd = weight_decay(job, step) if is_decayed(name, start) else 0.0
+                paper.step(gradients[name])
+            moved = (paper.theta - start).abs().max()
+            assert moved > 1e-3, (name, moved)  # there is something to compare
+            gap = (result.weights[name] - paper.theta).abs().max() / paper.theta.abs().max()
+            assert gap <= 1e-6, (job, name, gap)
+
+
+# -- parity --------------------------------------------------------------------------------------------
+
+DATA_PARALLEL = {
+    "distributed optimizer": (Job(), {}),
+    "replicated": (Job(), {"distributed": False}),
+    "no clipping": (Job(clip=0.0), {}),
+    "hard clipping": (Job(clip=0.01), {}),
+    "hard clipping, replicated": (Job(clip=0.01), {"distributed": False}),
+    "overlap, small buckets": (Job(), SMALL_BUCKETS),
+    "overlap, small buckets, replicated": (Job(), {**SMALL_BUCKETS, "distributed": False}),
+    "scheduled lr and decay, decoupled lr": (SCHEDULED, {}),
+    "scheduled lr and decay, decoupled lr, replicated": (SCHEDULED, {"distributed": False}),
+    "ratio for all": (Job(layerwise="all"), {}),
+    "frozen parameters": (SOME_FROZEN, {}),
+    "untied, small buckets": (Job(tied=False), SMALL_BUCKETS),
+}
+
+
+@worlds(2)
+def case_data_parallel():
+    for label, (job, options) in some(DATA_PARALLEL, dist.get_world_size()).items():
+        check_parity(label, job, **options)
+
+
+@worlds(4)
+def case_data_parallel_of_four():
+    check_parity("distributed optimizer", Job())
+    check_parity("two optimizer instances", Job(), Layout(instances=2))
+    check_parity("two optimizer instances, small buckets", Job(), Layout(instances=2), **SMALL_BUCKETS)
+
+
+@worlds(2, exhaustive=[4])
+def case_small_buckets_are_several():
+    with parallel(Layout()):
+        for buffer in Megatron(Job(), Layout(), **SMALL_BUCKETS).chunks[0].buffers:
+            assert len(buffer.buckets) > 3
+
+
+@worlds(2, 4)
+def case_tensor_parallel():
+    """On four ranks each piece is cut once more, by data parallelism."""
+    check_parity("TP", Job(), Layout(tensor=2))
+    check_parity("TP and SP", SCHEDULED, Layout(tensor=2, sequence_parallel=True), **SMALL_BUCKETS)
+    check_parity("TP, replicated", Job(), Layout(tensor=2), distributed=False)
+
+
+@worlds(2)
+def case_tensor_parallel_variants():
+    check_parity("frozen", SOME_FROZEN, Layout(tensor=2))
+    check_parity("ratio for all", Job(layerwise="all"), Layout(tensor=2))
+
+
+@worlds(exhaustive=[4])
+def case_tensor_parallel_of_four():
+    check_parity("TP4", Job(), Layout(tensor=4))
+
+
+@worlds(2, 4)
+def case_a_rank_that_holds_nothing():
+    """One vector is trained, too short for the buffer to be cut within it; the others still join in its norm."""
+    job = Job(trained="final_layernorm.weight", layerwise="all")
+
+    def one_rank_has_it(engine):
+        held = sum(master.numel() for _, _, master in engine.shards(engine.wrappers[0]))
+        held = torch.tensor(held, device=devices.here())
+        everywhere = [torch.empty_like(held) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, held)
+        assert sorted(everywhere) == [0] * (dist.get_world_size() - 1) + [32]
+        assert collectives(engine, job.steps) == 1
+
+    check_parity("empty shard", job, straddles=False, then=one_rank_has_it)
+
+
+@worlds(4)
+def case_no_replica_is_summed():
+    """Neither what tensor parallelism leaves whole, nor other instances of the optimizer."""
+    for layout in (Layout(tensor=2), Layout(instances=2)):
+        check_norms(Job(layerwise="all"), layout)
+
+
+@worlds(2, 4)
+def case_without_the_reduction_of_norms_the_comparison_fails():
+    """The negative control: each rank takes its shard for the parameter."""
+    for layout in (Layout(), Layout(tensor=2)):
+        with parallel(layout):
+            engine = Megatron(Job(), layout)
+            for wrapper in engine.wrappers:
+                wrapper.optimizer.set_layouts({})
+            gap = torch.tensor(largest_gap(engine.train(), reference(Job())), device=devices.here())
+            dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+            assert gap > 1e-4, (layout, gap)
+
+
+@worlds(2)
+def case_a_layout_that_was_read_wrongly_is_found():
+    """Shifted by one element on one rank, and both raise; and two parameters of one shape in each other's place."""
+    read = LayoutBuilder._read
+
+    def shifted(self, wrapper):
+        layouts, joined = read(self, wrapper)
+        moved = {
+            shard: ShardLayout(layout.numel, [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
+            for shard, layout in layouts.items()
+        }
+        return moved if dist.get_rank() else layouts, joined
+
+    def swapped(self, wrapper):
+        one, other = (param for param, name in self.names.items() if name.endswith("mlp.linear_fc1.weight"))
+        self.names[one], self.names[other] = self.names[other], self.names[one]
+        result = read(self, wrapper)
+        self.names[one], self.names[other] = self.names[other], self.names[one]
+        return result
+
+    version = re.escape(megatron.core.__version__)
+    for change, precision in itertools.product((shifted, swapped), (torch.float32, torch.bfloat16)):
+        with parallel(Layout()), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayoutBuilder, "_read", change)
+            said = (
+                rf"rank \d: .*laid out.*weight.* differ from the model's. Read from megatron-core {version}, \w+Optim"
+            )
+            with pytest.raises(ValueError, match=said):
+                Megatron(Job(precision=precision), Layout())
+
+
+# -- collectives ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted_all_reduces(inner):
+    """The all-reduces within ``inner.step()``, by their number of elements."""
+    counted, step, all_reduce = [], inner.step, dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        counted.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    def watched(*args, **kwargs):
+        dist.all_reduce = counting
+        try:
+            return step(*args, **kwargs)
+        finally:
+            dist.all_reduce = all_reduce
+
+    inner.step = watched
+    try:
+        yield counted
+    finally:
+        del inner.step
+
+
+def collectives(engine, step):
+    (wrapper,) = engine.wrappers
+    with counted_all_reduces(wrapper.optimizer) as counted:
+        engine.step(step)
+    parameters = len(list(engine.named_parameters()))
+    assert all(n <= 2 * parameters for n in counted), counted  # two numbers a parameter
+    return len(counted)
+
+
+@worlds(2)
+def case_one_small_collective_a_step():
+    for layout, options, expected in (
+        (Layout(), {}, 1),
+        (Layout(), SMALL_BUCKETS, 1),
+        (Layout(), {"distributed": False}, 0),
+        (Layout(tensor=2), {}, 1),
+        (Layout(tensor=2), {"distributed": False}, 1),
+    ):
+        with parallel(layout):
+            assert collectives(Megatron(Job(), layout, **options).train(1), 1) == expected, (layout, options)
+
+
+@worlds(4)
+def case_one_small_collective_a_group():
+    for layout, expected in ((Layout(), 1), (Layout(instances=2), 1), (Layout(tensor=2), 2)):
+        with parallel(layout):
+            assert collectives(Megatron(Job(), layout).train(1), 1) == expected, layout
+
+
+# -- what Megatron does else ---------------------------------------------------------------------------
+
+
+@worlds(2)
+def case_megatron_gives_its_usual_wrappers():
+    with parallel(Layout()):
+        for distributed, name in ((True, "DistributedOptimizer"), (False, "FP32Optimizer")):
+            engine = Megatron(Job(), Layout(), distributed=distributed)
+            (wrapper,) = engine.wrappers
+            assert name in [c.__name__ for c in type(wrapper).__mro__]
+            assert type(wrapper.optimizer) is ALTO
+            decays = {(g["wd_mult"], g["weight_decay"], g["decayed"]) for g in wrapper.optimizer.param_groups}
+            assert decays == {(1.0, 0.05, True), (0.0, 0.0, False)}
+
+
+@worlds(2)
+def case_other_optimizers_are_left_alone():
+    """Adam and SGD, with ALTO registered, do what torch's do. Megatron alone decays biases, unless scheduled."""
+    adam = {"optimizer": "adam", "adam_eps": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.99}
+    cases = [
+        (adam, torch.optim.AdamW, {"eps": 1e-5, "betas": (0.9, 0.99)}, (True, False)),
+        ({"optimizer": "sgd", "sgd_momentum": 0.5}, torch.optim.SGD, {"momentum": 0.5}, (False,)),
+    ]
+    job = Job(weight_decay=0.0)
+    for settings, kind, options, distributed in cases:
+        expected = reference(job, lambda groups, kind=kind, options=options: kind(groups, lr=LR, **options))
+        config = OptimizerConfig(**settings, lr=LR, weight_decay=0.0, clip_grad=1.0)
+        for d in distributed:
+            with parallel(Layout()):
+                engine = Megatron(job, Layout(), distributed=d, optimizer=config).train()
+                assert type(engine.wrappers[0].optimizer) is kind
+                assert type(engine.wrappers[0]).__module__.startswith("megatron.core.optimizer")
+                assert largest_gap(engine, expected) <= 1e-6
+    with parallel(Layout()):
+        with pytest.raises(AssertionError, match="Only Adam.* HybridDeviceOptimizer"):
+            Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="sgd", lr=LR))
+        with pytest.raises(Exception, match="lamb.*(is not supported|is required)|required for optimizer=.lamb."):
+            Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="lamb", lr=LR))
+
+
+@worlds(2)
+def case_the_same_config_serves_twice():
+    """Registration leaves the config as it was, so that it can be printed, compared and used again."""
+    with parallel(Layout()):
+        config = alto_config(Job(), use_distributed_optimizer=True)
+        for _ in range(2):
+            Megatron(Job(), Layout(), optimizer=config)
+            assert config == alto_config(Job(), use_distributed_optimizer=True)
+            assert config.optimizer == "alto"

@@ -1,0 +1,89 @@
+"""What Megatron and ALTO do to the host while a step runs. On tests/helpers/pretend."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers import devices, pretend
+from tests.helpers.launcher import worlds
+from tests.helpers.megatron_gpt import Job, Layout, Megatron, alto_config, parallel
+
+STEADY = 2  # steps until everything is allocated
+#: Too short for the buffer to be cut within it: one rank holds all of it.
+ONE_VECTOR = Job(trained="final_layernorm.weight", layerwise="all", steps=5)
+BF16 = Job(precision=torch.bfloat16, steps=5)
+
+LAYOUTS = {
+    "distributed optimizer": (BF16, Layout(), {}),
+    "float32": (Job(steps=5), Layout(), {}),
+    "a rank without a shard": (ONE_VECTOR, Layout(), {}),
+    "overlap": (BF16, Layout(), {"overlap": True, "bucket_size": 3000}),
+    "replicated": (BF16, Layout(), {"distributed": False}),
+    "tensor parallel": (BF16, Layout(tensor=2), {}),
+    "pipeline": (BF16, Layout(pipeline=2), {}),
+    "experts": (Job(experts=4, steps=5), Layout(expert=2), {}),
+}
+
+
+@contextlib.contextmanager
+def steps_watched(engine):
+    """Counts of what the host does in each ``ALTO.step()``; nothing may be done in the steady state."""
+    seen, steps = [], {wrapper.optimizer: wrapper.optimizer.step for wrapper in engine.wrappers}
+
+    def watched(step):
+        def run(*args, **options):
+            calls = sum(1 for made, _ in seen if made is step)
+            with pretend.counted() as counts, pretend.no(pretend.HOST if calls >= STEADY else ()):
+                result = step(*args, **options)
+            seen.append((step, counts))
+            return result
+
+        return run
+
+    for inner, step in steps.items():
+        inner.step = watched(step)
+    yield seen
+    for inner in steps:
+        del inner.step
+
+
+@worlds(2)
+def case_nothing_is_read_or_copied_in_the_steady_state_under_megatron():
+    for name, (job, layout, options) in LAYOUTS.items():
+        with parallel(layout):
+            engine = Megatron(job, layout, **options)
+            with steps_watched(engine) as seen:
+                engine.train()
+            assert len(seen) == job.steps * len(engine.wrappers), name
+            if job is ONE_VECTOR:
+                held = sum(master.numel() for _, _, master in engine.shards(engine.wrappers[0]))
+                everywhere = [None, None]
+                dist.all_gather_object(everywhere, held)
+                assert sorted(everywhere) == [0, 32]
+            for inner in engine.wrappers:
+                last = [counts for step, counts in seen if step.__self__ is inner.optimizer][STEADY:]
+                assert len(last) == job.steps - STEADY
+                assert not any(last), (name, last)
+
+
+@worlds(2)
+def case_a_rank_without_gradients_makes_its_flag_on_the_device():
+    """It made it on the host, and copied it to the device and back at each step."""
+    with parallel(Layout()):
+        engine = Megatron(ONE_VECTOR, Layout(), optimizer=alto_config(ONE_VECTOR, alto_skip_nonfinite=True))
+        (wrapper,) = engine.wrappers
+        counted = []
+
+        def watched(prepare=wrapper.prepare_grads):
+            with pretend.counted() as counts:
+                found = prepare()
+            counted.append(counts)
+            return found
+
+        wrapper.prepare_grads = watched
+        engine.train()
+        assert len(counted) == ONE_VECTOR.steps
+        # One value is read: the flag.
+        assert all(counts == {"read": 1} for counts in counted), (dist.get_rank(), counted)
+        assert {p.device for _, p in engine.named_parameters()} == {devices.here()}

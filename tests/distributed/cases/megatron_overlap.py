@@ -1,0 +1,255 @@
+"""overlap_param_gather: a step leaves weights of two steps behind until the next forward pass, and none is saved so.
+
+In bf16: float32 weights are the optimizer's own, and are right in any case.
+"""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.launcher import some, worlds
+
+from .megatron_checkpoints import (
+    AFTER,
+    BEFORE,
+    BF16,
+    Run,
+    advance,
+    assert_same,
+    described,
+    engine_for,
+    load,
+    metadata,
+    other_engine_for,
+    picture,
+    place,
+    save,
+)
+
+# The imports below need what megatron_gpt, imported there, puts in place of a GPU.
+from megatron.core import dist_checkpointing, parallel_state  # isort: skip
+from alto_distributed.megatron import distributed  # isort: skip
+from alto_distributed.pretrain.engines.megatron import engine as pretrain  # isort: skip
+
+from alto_distributed.pretrain.checkpoint.manager import Checkpoints
+from alto_distributed.pretrain.config.settings import parse
+from tests.helpers import devices, megatron_gpt
+
+#: Of a float32 weight in a checkpoint; what follows is the name of the model's.
+MASTER = "optimizer.state.param."
+ONE, SEVERAL = Run((), BF16, overlap=True), Run((), BF16, bucket_size=6000)
+
+
+def mixed(parameters):
+    """Whether some weight is not the same on all ranks. Without model parallelism all should be."""
+    mine = torch.cat([p.detach().view(-1) for p in parameters])
+    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, mine)
+    return any(not torch.equal(mine, theirs) for theirs in everywhere)
+
+
+def mixed_in(engine):
+    return mixed(p for _, p in engine.named_parameters())
+
+
+@contextlib.contextmanager
+def as_before(*modules):
+    """Version 0.1.0, which did not gather."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "finish_param_gather", lambda chunks: None)
+        yield
+
+
+# -- a script with megatron-core -----------------------------------------------------------------------
+
+
+@worlds(2)
+def case_a_save_gathers_first(directory):
+    """The model is described before the optimizer, as Megatron-LM does, and no hook is disabled."""
+    kinds = {"one": (ONE, ("fully", "dp", "dp zero")), "several": (SEVERAL, ("dp", "dp zero"))}
+    cases = {(label, kind): run for label, (run, formats) in kinds.items() for kind in formats}
+    for (label, kind), run in some(cases, dist.get_world_size()).items():
+        folder = place(directory, f"overlap, {label}", kind)
+        with engine_for(run) as engine:
+            advance(engine, 0, BEFORE)
+            assert mixed_in(engine)
+            save(engine, folder, kind)
+            assert not mixed_in(engine)
+            at_save = picture(engine, run)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            at_end = picture(engine, run)
+        with engine_for(run) as engine:
+            advance(engine, 0, BEFORE + AFTER)
+            assert_same(f"{label}, {kind}, not saved", picture(engine, run), at_end)
+        with other_engine_for(run) as engine:
+            load(engine, folder, kind)
+            assert_same(f"{label}, {kind}, loaded", picture(engine, run), at_save)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            assert_same(f"{label}, {kind}, continued", picture(engine, run), at_end)
+
+
+@worlds(2)
+def case_a_gather_that_is_under_way_is_waited_for():
+    """As a pipeline's schedule starts it."""
+    for run in (ONE, SEVERAL):
+        with engine_for(run) as engine:
+            advance(engine, 0, BEFORE)
+            (chunk,) = engine.chunks
+            chunk.start_param_sync()
+            assert all(group.param_gather_handle is not None for group in chunk.bucket_groups)
+            described(engine, metadata("dp"))
+            assert all(group.param_gather_handle is None for group in chunk.bucket_groups)
+            assert not mixed_in(engine)
+            advance(engine, BEFORE, BEFORE + 1)
+
+
+@worlds(2)
+def case_states_in_files_come_with_a_warning(directory):
+    """``state_dict()`` is called by one rank alone, and cannot gather."""
+    message = r"mix two steps until the next forward pass.*start_param_sync\(force_sync=True\) on every model chunk"
+    with engine_for(ONE) as engine:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            engine.optimizer.state_dict()
+        advance(engine, 0, BEFORE)
+        with pytest.warns(UserWarning, match=message):
+            engine.optimizer.state_dict()
+        assert mixed_in(engine)
+        (chunk,) = engine.chunks
+        chunk.start_param_sync(force_sync=True)  # as it says
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            engine.optimizer.state_dict()
+        assert not mixed_in(engine)
+        # What all ranks call gathers: Megatron-LM saves these states first.
+        advance(engine, BEFORE, BEFORE + 1)
+        engine.optimizer.save_parameter_state(str(directory / "overlap states.pt"))
+        assert not mixed_in(engine)
+        # To be described for loading is no reason to gather, nor to warn.
+        advance(engine, BEFORE + 1, BEFORE + 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            described(engine, metadata("dp"), is_loading=True)
+        assert mixed_in(engine)
+
+
+# -- the training program --------------------------------------------------------------------------------
+
+
+def run_of(optimizer="alto", precision="bf16", dropout=0.1, **layout):
+    model = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 256, "dropout": dropout}
+    training = {"global_batch": 16, "micro_batch": 4, "precision": precision}
+    parts = {"model": model, "training": training, "optimizer": {"name": optimizer, "lr": 0.01}, "megatron": layout}
+    return parse({"engine": "megatron", "logs": {"diagnostics_every": 1}, **parts})
+
+
+@contextlib.contextmanager
+def programs_groups(tensor_parallel=1):
+    """Process groups as the program makes them, with gloo's."""
+    before = megatron_gpt._parallel_state()
+    vars(parallel_state).update(megatron_gpt._NO_GROUPS)
+    parallel_state.initialize_model_parallel(tensor_parallel)
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(before)
+
+
+def batches(step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return [torch.randint(0, 256, (4, 9), generator=generator) for _ in range(2)]
+
+
+def losses(engine, start, stop):
+    return [engine.train(batches(step), 0.01).loss for step in range(start, stop)]
+
+
+def engine_of(run):
+    return pretrain.MegatronTraining(run, devices.here())
+
+
+def weights(engine):
+    return list(engine._model.parameters())
+
+
+@worlds(2)
+def case_the_program_saves_and_loads_weights_of_one_step(directory):
+    assert run_of().megatron.overlap, "the default"
+    with programs_groups():
+        whole = losses(engine_of(run_of()), 0, BEFORE + AFTER)
+        for kind in ("fully_reshardable", "dp_reshardable"):
+            run = run_of(checkpoint_format=kind)
+            checkpoints = Checkpoints(directory / f"overlap {kind}", run)
+            engine = engine_of(run)
+            assert losses(engine, 0, BEFORE) == whole[:BEFORE]
+            assert mixed(weights(engine))
+            checkpoints.save(engine, BEFORE)
+            assert not mixed(weights(engine))
+            assert losses(engine, BEFORE, BEFORE + AFTER) == whole[BEFORE:], "a save changes nothing"
+            # Into a new engine, into one in the middle of things, and into one whose gathers are done.
+            for prepare in (
+                lambda engine: None,
+                lambda engine: losses(engine, 20, 22),
+                lambda engine: (losses(engine, 20, 22), engine.evaluate(batches(30))),
+            ):
+                other = engine_of(run)
+                prepare(other)
+                checkpoints.load(other, checkpoints.newest())
+                assert not mixed(weights(other))
+                assert losses(other, BEFORE, BEFORE + AFTER) == whole[BEFORE:], kind
+
+
+@worlds(2)
+def case_the_program_evaluates_weights_of_one_step():
+    """A forward pass gathers in any mode, and the next one need not."""
+    with programs_groups():
+        engine, other = engine_of(run_of()), engine_of(run_of(overlap=False))
+        for step in range(BEFORE):
+            assert losses(engine, step, step + 1) == losses(other, step, step + 1)
+            assert engine.evaluate(batches(30)) == other.evaluate(batches(30))
+            assert not mixed(weights(engine))
+        assert engine.diagnostics()
+        assert engine.diagnostics() == other.diagnostics()
+
+
+@worlds(2)
+def case_the_program_saves_weights_of_one_step_for_adam_too(directory):
+    """megatron-core 0.16.1 does not load them without TransformerEngine, so what is saved is read."""
+    with programs_groups():
+        run = run_of("adamw")
+        engine = engine_of(run)
+        losses(engine, 0, BEFORE)
+        assert mixed(weights(engine))
+        path = Checkpoints(directory / "overlap, adamw", run).save(engine, BEFORE)
+        saved = dist_checkpointing.load_plain_tensors(str(path))
+        masters = {name: value for name, value in saved.items() if name.startswith(MASTER)}
+        assert len(masters) > 10
+        for name, master in masters.items():
+            weight = saved[name.removeprefix(MASTER)]
+            assert torch.equal(weight, master.view(weight.shape).bfloat16()), name
+
+
+@worlds(2)
+def case_what_the_program_once_saved_is_mended_when_it_is_loaded(directory):
+    with programs_groups():
+        run = run_of()
+        checkpoints = Checkpoints(directory / "overlap, mixed", run)
+        whole = losses(engine_of(run), 0, BEFORE + AFTER)
+        engine = engine_of(run)
+        losses(engine, 0, BEFORE)
+        with as_before(pretrain, distributed):
+            checkpoints.save(engine, BEFORE)
+        for overlap in (True, False):
+            checkpoints = Checkpoints(directory / "overlap, mixed", run)
+            other = engine_of(run_of(overlap=overlap))
+            checkpoints.load(other, checkpoints.newest())
+            assert losses(other, BEFORE, BEFORE + AFTER) == whole[BEFORE:], overlap
+        with pytest.MonkeyPatch.context() as patch:  # and there was something to mend
+            patch.setattr(pretrain.MegatronTraining, "_weights_from_masters", lambda engine: None)
+            other = engine_of(run)
+            checkpoints.load(other, checkpoints.newest())
+            assert losses(other, BEFORE, BEFORE + AFTER)[0] != whole[BEFORE]

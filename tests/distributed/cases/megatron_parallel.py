@@ -1,0 +1,111 @@
+"""Megatron's pipelines, experts and context parallelism, held to training by one rank with whole parameters."""
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.launcher import some, worlds
+from tests.helpers.megatron_gpt import Job, Layout, check_norms, check_parity, parallel_state
+
+# -- pipelines -----------------------------------------------------------------------------------------
+
+
+def both_copies_are_equal(engine):
+    """The tied embedding is on the first and on the last stage: the same bits after training."""
+    weights = dict(engine.named_parameters())["embedding.word_embeddings.weight"].detach()
+    group = parallel_state.get_embedding_group()
+    copies = [torch.empty_like(weights) for _ in range(group.size())]
+    dist.all_gather(copies, weights.contiguous(), group=group)
+    assert len(copies) == 2
+    assert torch.equal(*copies)
+
+
+@worlds(2, 4)
+def case_pipeline_with_tied_embedding():
+    """On four ranks, each stage is data parallel."""
+    check_parity("PP", Job(), Layout(pipeline=2), then=both_copies_are_equal)
+    check_parity("PP, replicated", Job(), Layout(pipeline=2), distributed=False, then=both_copies_are_equal)
+
+
+@worlds(2)
+def case_pipeline_variants():
+    check_parity("untied, scheduled", Job(tied=False, scheduled=True), Layout(pipeline=2))
+    interleaved = Layout(pipeline=2, virtual=2)
+    check_parity("virtual stages", Job(layers=4), interleaved, overlap=True, then=both_copies_are_equal)
+
+
+@worlds(4)
+def case_pipeline_of_tensor_parallel_stages():
+    check_parity("PP and TP", Job(), Layout(pipeline=2, tensor=2), then=both_copies_are_equal)
+
+
+# -- context parallelism -------------------------------------------------------------------------------
+
+
+@worlds(2, exhaustive=[4])
+def case_context_parallel():
+    """Context-parallel ranks shard the optimizer as data-parallel ones do, so norms run over both."""
+
+    def shards_lie_over_all(engine):
+        assert engine.wrappers[0].data_parallel_group.size() == dist.get_world_size()
+
+    check_parity("CP", Job(), Layout(context=2), then=shards_lie_over_all)
+
+
+@worlds(exhaustive=[4])
+def case_context_and_tensor_parallel():
+    check_parity("CP and TP", Job(), Layout(context=2, tensor=2))
+
+
+# -- experts -------------------------------------------------------------------------------------------
+
+EXPERTS = Job(experts=4)
+# Without these the experts' buffer would be cut between two parameters.
+SOME_EXPERTS_FROZEN = Job(experts=4, trained=r"^(?!decoder.layers.1.mlp.experts.local_experts.[02].linear_fc2)")
+
+
+def experts_are_apart(engine):
+    """Dense and expert parameters have optimizers of their own, over groups of their own."""
+    dense, experts = engine.wrappers
+    assert not any(group["is_expert_parallel"] for group in dense.optimizer.param_groups)
+    assert all(group["is_expert_parallel"] for group in experts.optimizer.param_groups)
+
+
+ON_TWO_RANKS = {
+    "EP": (EXPERTS, Layout(expert=2), {"then": experts_are_apart}),
+    "EP, replicated": (EXPERTS, Layout(expert=2), {"distributed": False, "then": experts_are_apart}),
+    "nothing but experts is trained": (Job(experts=4, trained="local_experts"), Layout(expert=2), {}),
+    "whole experts, cut weights": (EXPERTS, Layout(tensor=2, sequence_parallel=True), {}),
+}
+
+
+@worlds(2)
+def case_experts():
+    for label, (job, layout, options) in some(ON_TWO_RANKS, dist.get_world_size()).items():
+        check_parity(label, job, layout, **options)
+
+
+@worlds(4)
+def case_experts_over_data_parallel_ranks():
+    """Each expert is on two ranks, which share its optimizer state; the dense parameters' is shared by four."""
+
+    def groups_differ_in_size(engine):
+        experts_are_apart(engine)
+        assert [wrapper.data_parallel_group.size() for wrapper in engine.wrappers] == [4, 2]
+
+    check_parity("EP", SOME_EXPERTS_FROZEN, Layout(expert=2), then=groups_differ_in_size)
+
+
+@worlds(exhaustive=[4])
+def case_experts_with_tensor_parallel_ranks_of_their_own():
+    """The experts' tensor-parallel group is not that of the dense parameters, in either direction."""
+    check_parity("TP2, EP2, ETP2", EXPERTS, Layout(tensor=2, expert=2, expert_tensor=2, sequence_parallel=True))
+    check_parity("TP1, EP2, ETP2", EXPERTS, Layout(expert=2, expert_tensor=2))
+    layout = Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)
+    check_parity("TP2, EP2, ETP1", SOME_EXPERTS_FROZEN, layout)
+
+
+@worlds(4)
+def case_no_expert_is_summed_with_another():
+    """Experts of different ranks share names there, and must not share norms; nor are replicas summed."""
+    check_norms(EXPERTS, Layout(expert=2))
+    check_norms(EXPERTS, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True))

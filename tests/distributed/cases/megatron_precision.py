@@ -1,0 +1,193 @@
+"""Megatron in bf16 and fp16: sharded and replicated master weights, and steps skipped for overflow.
+
+All ranks see the same batch, so that averaging is exact whatever the order of summation, and float32 master weights
+and states must be *bitwise* those of a reference that rounds at the same points: gradients in the model's precision,
+summed over microbatches in float32, unscaled, clipped, and handed to the plain optimizer. Only the gradient's norm is
+Megatron's own (its order of summation depends on the sharding), after it was compared with that of the reference.
+"""
+
+import torch
+import torch.distributed as dist
+
+from alto_distributed import ALTO
+from tests.helpers.launcher import worlds
+from tests.helpers.megatron_gpt import (
+    ALTO_OPTIONS,
+    MICROBATCHES,
+    Job,
+    Layout,
+    Megatron,
+    alto_config,
+    alto_groups,
+    build,
+    loss_of,
+    microbatches,
+    named_parameters,
+    parallel,
+    set_hyperparameters,
+)
+
+PRECISIONS = (torch.bfloat16, torch.float16)
+STEPS = 6
+OPTIONS = [(1.0, {}), (0.05, {"overlap": True, "bucket_size": 3000}), (0.05, {"distributed": False})]
+SCALE = 2.0**10
+
+
+def settings(job):
+    return alto_config(job, initial_loss_scale=SCALE, min_loss_scale=1.0, hysteresis=1, loss_scale_window=4)
+
+
+class Reference:
+    """One rank with the whole model in half precision, and plain ALTO on float32 copies."""
+
+    def __init__(self, job):
+        (self.model,) = build(job)
+        self.job = job
+        self.params = {name: p for name, p in named_parameters([self.model]) if p.requires_grad}
+        groups = alto_groups(self.model)
+        self.masters = {name: p.detach().float().clone() for name, p in self.params.items()}
+        for group in groups:
+            group["params"] = [self.masters[group["name"]]]
+        self.optimizer = ALTO(groups, layerwise=job.layerwise, **ALTO_OPTIONS)
+
+    def gradients(self, step, scale):
+        out = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        for batch in microbatches(step):
+            losses, mean = loss_of(self.model, batch)
+            (mean(losses) / MICROBATCHES * scale).backward()
+            for name, p in self.params.items():
+                out[name] += p.grad
+                p.grad = None
+        return {name: g / scale for name, g in out.items()}
+
+    def step(self, step, scale, norm):
+        """``norm`` is what Megatron found, to which this one's must be close."""
+        gradients = self.gradients(step, scale)
+        own = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
+        assert abs(own - norm) <= 1e-6 * own
+        coefficient = min(self.job.clip / (norm + 1e-6), 1.0) if self.job.clip else 1.0
+        for name, master in self.masters.items():
+            master.grad = gradients[name] * coefficient
+        set_hyperparameters(self.job, self.optimizer, step)
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, p in self.params.items():
+                p.copy_(self.masters[name])
+
+
+def assert_bitwise(got, expected, what):
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        assert torch.equal(value, expected[name]), (what, name, (value - expected[name]).abs().max())
+
+
+def state(key):
+    return lambda inner, master: inner.state[master][key]
+
+
+def assert_equals(engine, reference, what):
+    assert_bitwise(engine.gathered(), reference.masters, what)
+    for key in ALTO.state_keys:
+        expected = {name: reference.optimizer.state[master][key] for name, master in reference.masters.items()}
+        assert_bitwise(engine.gathered(state(key)), expected, (what, key))
+    engine.synchronize()
+    for name, p in engine.named_parameters():
+        assert torch.equal(p, reference.params[name]), (what, name)
+
+
+@worlds(2)
+def case_bitwise_the_reference_that_rounds_at_the_same_points():
+    for precision in PRECISIONS:
+        for clip, options in OPTIONS:
+            what = (precision, clip, options)
+            job = Job(precision=precision, clip=clip, scheduled=True, steps=STEPS)
+            with parallel(Layout()):
+                engine = Megatron(job, Layout(), optimizer=settings(job), same=True, **options)
+                if engine.distributed:
+                    engine.assert_straddles()
+                plain = Reference(job)
+                for step in range(job.steps):
+                    scale = engine.optimizer.get_loss_scale().item()
+                    updated, norm, _ = engine.step(step)
+                    assert updated
+                    plain.step(step, scale, norm)
+                assert_equals(engine, plain, what)
+                assert (engine.optimizer.get_loss_scale() > SCALE) == (precision == torch.float16)
+
+
+@worlds(2)
+def case_sharded_is_bitwise_replicated():
+    """Each rank with its own sequences; on two ranks, where sums have but one order. On four, TP by DP."""
+    world = dist.get_world_size()
+    for layout in (Layout(), Layout(tensor=2)) if world == 2 else (Layout(tensor=2),):
+        for precision in PRECISIONS:
+            job = Job(precision=precision, clip=0.0, steps=STEPS)
+            with parallel(layout):
+                sharded, replicated = (
+                    Megatron(job, layout, optimizer=settings(job), distributed=distributed).train()
+                    for distributed in (True, False)
+                )
+                sharded.assert_straddles()
+                assert_bitwise(sharded.gathered(), replicated.gathered(), (layout, precision))
+                for key in ALTO.state_keys:
+                    values = sharded.gathered(state(key)), replicated.gathered(state(key))
+                    assert_bitwise(*values, (layout, precision, key))
+
+
+# -- overflow ------------------------------------------------------------------------------------------
+
+
+def everything(engine):
+    """All weights, states and step counters of this rank."""
+    out = [p.detach().clone() for _, p in engine.named_parameters()]
+    for wrapper in engine.wrappers:
+        for group in wrapper.optimizer.param_groups:
+            out.append(torch.tensor(group["step"]))
+            for master in group["params"]:
+                out += [master.detach().clone()]
+                out += [torch.as_tensor(value).clone() for _, value in sorted(wrapper.optimizer.state[master].items())]
+    return out
+
+
+def put_inf(engine):
+    """Into one gradient of the last rank, before gradients are reduced."""
+
+    def put():
+        if dist.get_rank() == dist.get_world_size() - 1:
+            _, p = next(engine.named_parameters())
+            p.main_grad.view(-1)[0] = torch.inf
+
+    engine.before_reduction = put
+
+
+@worlds(2, exhaustive=[4])
+def case_an_overflow_changes_nothing_but_the_scale():
+    """On four ranks, TP by DP: the ranks that see the inf are fewer than those that must skip."""
+    job = Job(precision=torch.float16, steps=STEPS)
+    layouts = (Layout(), Layout(tensor=2)) if dist.get_world_size() == 2 else (Layout(tensor=2),)
+    for layout in layouts:
+        for distributed in (True, False):
+            with parallel(layout):
+                engine = Megatron(job, layout, optimizer=settings(job), distributed=distributed, same=True)
+                plain = Reference(job) if layout.tensor == 1 else None
+                for step in range(job.steps):
+                    scale = engine.optimizer.get_loss_scale().item()
+                    if step == 3:
+                        before = everything(engine)
+                        put_inf(engine)
+                        updated, norm, _ = engine.step(step)
+                        engine.before_reduction = lambda: None
+                        assert not updated
+                        after = everything(engine)
+                        assert len(before) == len(after)
+                        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+                        assert engine.optimizer.get_loss_scale().item() == scale / 2
+                        continue
+                    updated, norm, _ = engine.step(step)
+                    assert updated
+                    if plain:
+                        plain.step(step, scale, norm)
+                if plain:
+                    assert_equals(engine, plain, (layout, distributed))
+                assert {group["step"] for w in engine.wrappers for group in w.optimizer.param_groups} == {job.steps - 1}
+                assert all(x.isfinite().all() for x in everything(engine))

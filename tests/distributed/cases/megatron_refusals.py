@@ -1,0 +1,597 @@
+"""What ALTO must not be used with under Megatron, each with a real model of megatron-core on one rank.
+
+And the other side of it: what is accepted, and that nothing else is touched. No message is only promised; each is seen.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.launcher import worlds
+from tests.helpers.megatron_gpt import (  # it imports Megatron first, then ALTO
+    Job,
+    Layout,
+    build,
+    named_parameters,
+    parallel,
+)
+
+# isort: split
+import megatron.core
+from megatron.core import fp8_utils, parallel_state
+from megatron.core import optimizer as core_optimizer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.moe.experts import GroupedMLP
+
+from alto_distributed import ALTO
+from alto_distributed.megatron import AltoOptimizerConfig, altos, register, versions
+from alto_distributed.megatron import checkpoint_formats as formats
+
+JOB = Job(layers=1)
+
+
+_groups = contextlib.ExitStack()
+
+
+@functools.cache
+def groups():
+    """Megatron's process groups, made once and never closed: they serve all cases."""
+    _groups.enter_context(parallel(Layout()))
+
+
+def model(distributed=False):
+    """A GPT in Megatron's data-parallel wrapper; all are alike."""
+    groups()
+    (chunk,) = build(JOB)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    return DistributedDataParallel(chunk.config, settings, chunk)
+
+
+@functools.cache
+def bystander():
+    """One model for all refusals: they come before anything is built on it."""
+    return model()
+
+
+def optimizer_of(config, chunk=None, **options):
+    chunk = chunk or model(config.use_distributed_optimizer)
+    return get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False, **options)
+
+
+def refused(message, config, chunk=None, **options):
+    """Refused with this message, and the config and the model are as they were."""
+    chunk = chunk or bystander()
+    before = dataclasses.asdict(config)
+    weights = [p.detach().clone() for p in chunk.parameters()]
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(config, chunk, **options)
+    assert dataclasses.asdict(config) == before
+    assert all(map(torch.equal, weights, chunk.parameters()))
+
+
+def with_attribute(name, value):
+    """A config whose attribute was set after it was built, which skips the checks there."""
+    config = AltoOptimizerConfig()
+    setattr(config, name, value)
+    return config
+
+
+def trained(config, steps=3, chunk=None, finish=None):
+    """(optimizer, weights) after some steps on gradients that follow from the step."""
+    chunk = chunk or model(config.use_distributed_optimizer)
+    optimizer = optimizer_of(config, chunk)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in chunk.parameters():
+            p.main_grad.copy_(torch.randn(p.shape, generator=generator))
+        optimizer.step()
+        if finish:
+            finish(optimizer)
+    return optimizer, {name: p.detach().clone() for name, p in named_parameters([chunk])}
+
+
+def assert_same_weights(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def quiet(config, **options):
+    """The same, and ALTO has nothing to warn of."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = trained(config, **options)
+    assert not [w for w in said if "ALTO" in str(w.message)]
+    return result
+
+
+# -- the config ----------------------------------------------------------------------------------------
+
+
+@worlds(1)
+def case_hyperparameters_are_checked_when_the_config_is_built():
+    for options, message in (
+        ({"alto_alpha": -100}, r"alpha=-100 is out of range: \|alpha\| must be below .* = 100 for beta1=0.99"),
+        ({"alto_alpha": 2.0, "alto_betas": (0.01, 0.9, 0.99)}, r"alpha=2 is out of range"),
+        ({"alto_betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) must be three numbers .*Adam's"),
+        ({"alto_betas": (0.99, 1.0, 0.99)}, r"betas\[1\] \(beta2\)=1.0 is out of range"),
+        ({"alto_eps": -1e-6}, r"eps \(eps1\)=-1e-06 is out of range"),
+        ({"alto_eps": (1e-6, 1e-6)}, r"must be one number \(eps1\) or three"),
+        ({"alto_layerwise": "biases"}, r"layerwise='biases' is not one of 'decayed', 'matrices', 'all', 'none'"),
+        ({"alto_kernel": "apex"}, r"kernel='apex' is not one of 'auto'"),
+        ({"alto_diagnostics_every": -1}, r"diagnostics_every=-1"),
+        ({"alto_bias_correction": "no"}, r"alto_bias_correction='no' must be True or False"),
+        ({"alto_adopt": 1}, r"alto_adopt=1 must be True or False"),
+        ({"lr": None}, r"ALTO under Megatron: lr is not set; give OptimizerConfig\(lr=...\) \(--lr\)"),
+        ({"lr": -1.0}, r"lr=-1.0 is out of range"),
+        ({"lr": math.nan}, r"lr=nan is out of range"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0.1 is out of range"),
+        ({"use_precision_aware_optimizer": True}, r"TransformerEngine's Adam; .*leave out --use-precision-aware-opt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AltoOptimizerConfig(**options)
+    with pytest.raises(TypeError, match="alto_alhpa"):
+        AltoOptimizerConfig(alto_alhpa=-5)
+
+
+@worlds(1)
+def case_hyperparameters_are_checked_again_when_the_optimizer_is_built():
+    """A config may have been changed since, and a plain one was never checked."""
+    refused(r"alpha=-100 is out of range", with_attribute("alto_alpha", -100))
+    refused(r"layerwise='some' is not one of", with_attribute("alto_layerwise", "some"))
+    refused(r"kernel='apex' is not one of", with_attribute("alto_kernel", "apex"))
+    refused(r"lr is not set; give OptimizerConfig\(lr=...\)", OptimizerConfig(optimizer="alto"))
+    refused(r"lr=-1.0 is out of range", OptimizerConfig(optimizer="alto", lr=-1.0))
+    refused(r"weight_decay=-1.0 is out of range", OptimizerConfig(optimizer="alto", lr=0.01, weight_decay=-1.0))
+
+
+@worlds(1)
+def case_features_of_megatron():
+    for name, message in {
+        "use_precision_aware_optimizer": r"inside TransformerEngine's Adam; set use_precision_aware_optimizer=False",
+        "optimizer_cpu_offload": r"between Adam on the CPU and Adam on the GPU; leave out --optimizer-cpu-offload",
+        "overlap_param_gather_with_optimizer_step": r"has not been tested; leave out --overlap-param-gather-with-opt",
+        "reuse_grad_buf_for_mxfp8_param_ag": r"fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
+        # Of main; in 0.16.1 only an attribute.
+        "optimizer_cuda_graph": r"captures Adam's step; leave out --optimizer-cuda-graph",
+        "use_layer_wise_distributed_optimizer": r"layer-wise distributed optimizer .*--use-distributed-optimizer",
+    }.items():
+        refused(message, with_attribute(name, True))
+    coupled = r"adds the decay to the gradient.*set decoupled_weight_decay=True"
+    refused(coupled, AltoOptimizerConfig(decoupled_weight_decay=False))
+    refused(coupled, OptimizerConfig(optimizer="alto", lr=0.01, decoupled_weight_decay=False))
+
+
+@worlds(1)
+def case_overrides_for_some_parameters():
+    biases = ParamKey(name="*.bias")
+    for name, value in (("eps", 1e-5), ("optimizer", "adam"), ("alto_alpha", 0.0), ("weight_decay", 0.0)):
+        refused(
+            rf"a config override sets '{name}' for some parameters, which would have no effect; ALTO takes max_lr, "
+            "min_lr, start_wd, end_wd, wd_mult there",
+            AltoOptimizerConfig(),
+            config_overrides={biases: {name: value}},
+        )
+    config = AltoOptimizerConfig(lr=0.01, min_lr=0.001)
+    given = {biases: {"max_lr": 0.5, "min_lr": 0.4, "wd_mult": 0.0}}
+    (alto,) = altos(optimizer_of(config, config_overrides=given))
+    assert {(g["max_lr"], g["min_lr"], g["decayed"], g["weight_decay"]) for g in alto.param_groups} == {
+        (0.01, 0.001, True, 1e-4),
+        (0.5, 0.4, False, 0.0),
+    }
+
+
+@worlds(1)
+def case_what_was_meant_for_adam_is_said_to_have_no_effect():
+    for name, ours in {"adam_beta1": "alto_betas", "adam_beta2": "alto_betas", "adam_eps": "alto_eps"}.items():
+        with pytest.warns(UserWarning, match=f"{name}=0.5 has no effect on ALTO, which has {ours}") as said:
+            optimizer_of(AltoOptimizerConfig(**{name: 0.5}))
+        (ours_alone,) = [w for w in said if "has no effect on ALTO" in str(w.message)]
+        assert ours_alone.filename == __file__, "it points at the caller"
+
+
+# -- the model -----------------------------------------------------------------------------------------
+
+
+@worlds(1)
+def case_megatron_fsdp():
+    with pytest.MonkeyPatch.context() as patch:
+        message = r"Megatron-FSDP keeps parameters and states in its own buffers; use the distributed optimizer"
+        patch.setattr(bystander().ddp_config, "use_megatron_fsdp", True)
+        refused(message, AltoOptimizerConfig())
+
+        class TorchFullyShardedDataParallel(nn.Linear):
+            """Goes by the name of Megatron's wrapper for torch's FSDP2, which has no such setting."""
+
+        refused(message, AltoOptimizerConfig(), TorchFullyShardedDataParallel(2, 2))
+
+
+@worlds(1)
+def case_experts_packed_into_one_tensor():
+    """Its constructor needs a compiled package, and the refusal comes before any use: the bare module will do."""
+    chunk = model()
+    chunk.module.experts = GroupedMLP.__new__(GroupedMLP)
+    nn.Module.__init__(chunk.module.experts)
+    message = r"GroupedMLP packs all experts of a rank into one tensor.*leave out --moe-grouped-gemm"
+    refused(message, AltoOptimizerConfig(), chunk)
+
+
+@worlds(1)
+def case_experts_packed_into_one_tensor_by_the_models_config():
+    """Fields of megatron-core 0.18 and later; in 0.16.1 only attributes of the config."""
+    chunk = model()
+    for field in ("moe_single_grouped_weight", "moe_single_grouped_bias"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunk.config, field, True, raising=False)
+            flag = field.replace("_", "-")
+            message = rf"{field}=True packs all experts of a rank into one tensor.*set {field}=False.*--{flag}\)"
+            refused(message, AltoOptimizerConfig(), chunk)
+            # Models made of several have several configs; those of the parts count.
+            patch.setattr(chunk, "config", None)
+            refused(message, AltoOptimizerConfig(), chunk)
+    optimizer_of(AltoOptimizerConfig(), chunk)
+
+
+@worlds(1)
+def case_parameters_of_other_kinds():
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    chunk = model()
+    chunk.module.more = nn.Module()
+    mesh = init_device_mesh("cpu", (1,))
+    chunk.module.more.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))
+    refused(
+        r"module.more.weight is a DTensor; use Megatron's own DistributedDataParallel", AltoOptimizerConfig(), chunk
+    )
+
+    class Float8(nn.Parameter):
+        """In the place of TransformerEngine's class, which is not there."""
+
+    chunk.module.more.weight = Float8(torch.ones(2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        optimizer_of(AltoOptimizerConfig(), bystander())  # nothing to refuse yet
+        patch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
+        patch.setattr(fp8_utils, "FP8_TENSOR_CLASS", Float8, raising=False)
+        message = r"module.more.weight is kept in fp8, which has not been tested; leave out --fp8-param-gather"
+        refused(message, AltoOptimizerConfig(), chunk)
+
+
+@worlds(1)
+def case_weights_sharded_for_rematerialisation():
+    """Groups that only main has."""
+    for function in ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parallel_state, function, lambda: 2, raising=False)
+            refused(r"weights sharded for rematerialisation \(GTP\).*set the GTP sizes to 1", AltoOptimizerConfig())
+
+
+@worlds(1)
+def case_a_wrapper_that_is_not_known():
+    class Another(FP32Optimizer):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_optimizer, "FP32Optimizer", Another)
+        refused(
+            r"does not know how Megatron's Another shards parameters. It works with FP32Optimizer, "
+            r"Float16OptimizerWithFloat16Params, DistributedOptimizer: turn off",
+            AltoOptimizerConfig(),
+        )
+
+
+# -- the version ---------------------------------------------------------------------------------------
+
+
+@worlds(1)
+def case_versions():
+    versions.check_version()
+    with pytest.MonkeyPatch.context() as patch:
+        for unknown in ("0.15.0", "0.16.0", "0.16.10", "0.17.0", "1.16.1", "dev"):
+            patch.setattr("megatron.core.__version__", unknown)
+            versions.check_version()
+            with pytest.warns(UserWarning, match=rf"and {re.escape(unknown)} is installed"):
+                versions.warn_if_untested()
+        patch.setattr("megatron.core.__version__", "0.16.1+abcdef0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            versions.warn_if_untested()
+
+
+@worlds(1)
+def case_a_known_number_on_unknown_code():
+    """A main branch keeps its number while its code changes."""
+
+    def other(self, something_else):
+        raise NotImplementedError
+
+    def build_optimizer(configuration, chunks):
+        raise NotImplementedError
+
+    name = "_get_model_param_range_map"
+    for change, message in (
+        (lambda patch: patch.setattr(DistributedOptimizer, name, other), rf"{name} does not take \(param\)"),
+        (lambda patch: patch.delattr(DistributedOptimizer, name), f"DistributedOptimizer has no method {name}"),
+        (
+            lambda patch: patch.setattr(core_optimizer, "get_megatron_optimizer", build_optimizer),
+            r"get_megatron_optimizer does not take \(config, model_chunks, ...\)",
+        ),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch)
+            with pytest.raises(ValueError, match=message) as refusal:
+                versions.check_version()
+            assert "pip install megatron-core==0.16.1" in str(refusal.value)
+
+
+@worlds(1)
+def case_unknown_code_is_not_registered_with():
+    original = get_megatron_optimizer.__wrapped__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(DistributedOptimizer, "_get_model_param_range_map")
+        patch.setattr(core_optimizer, "get_megatron_optimizer", original)
+        with pytest.raises(ValueError, match="no method _get_model_param_range_map"):
+            register()
+        assert core_optimizer.get_megatron_optimizer is original
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def code_of_method(path, name):
+    """The code of a method in a file that is not imported."""
+    codes = [compile(path.read_text(), str(path), "exec")]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if hasattr(inner, "co_name")]
+    (found,) = [code for code in codes if code.co_name == name]
+    return found
+
+
+@worlds(1)
+def case_the_repair_of_padding_is_looked_for_in_the_code():
+    """In what is installed, and in the tree of Megatron-LM that ALTO_MEGATRON_LM names, if there is one."""
+
+    def repaired(buffer):
+        cumulative_padding_stripped = [0]
+        return [cumulative_padding_stripped[-1] for _ in buffer]
+
+    def faulty(buffer):
+        return list(buffer)
+
+    assert formats.allows_for_padding(repaired.__code__)
+    assert not formats.allows_for_padding(faulty.__code__)
+    files = [Path(inspect.getfile(DistributedOptimizer))]
+    if os.environ.get("ALTO_MEGATRON_LM"):
+        files.append(Path(os.environ["ALTO_MEGATRON_LM"], "megatron/core/optimizer/distrib_optimizer.py"))
+    for file in files:
+        code = code_of_method(file, "sharded_param_state_fully_reshardable")
+        # What Megatron itself said of the fault, until it was repaired.
+        confessed = "It will be padded with zeros which can lead to" in file.read_text()
+        assert formats.allows_for_padding(code) == (not confessed), file
+    installed = DistributedOptimizer.sharded_param_state_fully_reshardable.__code__
+    assert formats.allows_for_padding(installed) == (megatron.core.__version__ != "0.16.1")
+
+
+def loaded(saved, config, message=None):
+    optimizer = optimizer_of(config)
+    if message is None:
+        optimizer.load_state_dict(saved)
+        return optimizer
+    before = [p.detach().clone() for alto in altos(optimizer) for g in alto.param_groups for p in g["params"]]
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    (alto,) = altos(optimizer)
+    assert all(map(torch.equal, before, [p for g in alto.param_groups for p in g["params"]]))
+    return None
+
+
+@worlds(1)
+def case_checkpoints_of_another_optimizer():
+    for distributed in (False, True):
+        ours = AltoOptimizerConfig(use_distributed_optimizer=distributed)
+        alto, _ = trained(ours)
+        adam, _ = trained(OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=distributed))
+        loaded(adam.state_dict(), ours, r"another optimizer: it has no 'grad_ema'.*alto_adopt=True \(--alto-adopt\)")
+        adopting = dataclasses.replace(ours, alto_adopt=True)
+        loaded(
+            alto.state_dict(), adopting, r"saved by ALTO and has 'grad_ema'.*alto_adopt=False \(leave out --alto-adopt"
+        )
+        lamb = dataclasses.replace(ours, alto_alpha=0.0)
+        loaded(
+            alto.state_dict(), lamb, r"the checkpoint has 'grad_ema' and this run has not .*alto_alpha=-5.0 \(--alto-a"
+        )
+        saved = trained(lamb)[0].state_dict()
+        loaded(saved, ours, r"this run has 'grad_ema' and the checkpoint has not .*alto_alpha=0.0 \(--alto-alpha\)")
+        loaded(saved, lamb)
+
+
+@worlds(1)
+def case_hyperparameters_come_from_the_checkpoint():
+    saved = trained(AltoOptimizerConfig())[0].state_dict()
+    other = AltoOptimizerConfig(alto_alpha=-2.0, alto_layerwise="all", alto_bias_correction=False)
+    with pytest.warns(UserWarning, match="ALTO goes on") as said:
+        (alto,) = altos(loaded(saved, other))
+    ours = [str(w.message) for w in said if str(w.message).startswith("ALTO goes on")]
+    assert ours == [
+        "ALTO goes on with the checkpoint's alpha=-5.0, not with this run's -2.0",
+        "ALTO goes on with the checkpoint's layerwise=decayed, not with this run's all",
+        "ALTO goes on with the checkpoint's bias_correction=True, not with this run's False",
+    ]
+    assert {(g["alpha"], g["layerwise"], g["bias_correction"]) for g in alto.param_groups} == {(-5.0, "decayed", True)}
+
+
+# -- what is accepted ----------------------------------------------------------------------------------
+
+
+@worlds(1)
+def case_a_plain_config_stands_for_the_defaults():
+    for distributed in (False, True):
+        shared = {"lr": 0.01, "weight_decay": 0.05, "use_distributed_optimizer": distributed}
+        plain, weights = quiet(OptimizerConfig(optimizer="alto", **shared))
+        assert [type(inner) for inner in altos(plain)] == [ALTO]
+        assert_same_weights(weights, quiet(AltoOptimizerConfig(**shared))[1])
+        # and the comparison tells one setting from another
+        other = quiet(AltoOptimizerConfig(**shared, alto_alpha=-4.0))[1]
+        assert any(not torch.equal(other[name], weights[name]) for name in weights)
+        # upper case is the same name, as on DeepSpeed's side
+        config = OptimizerConfig(optimizer="ALTO", **shared)
+        assert_same_weights(weights, quiet(config)[1])
+        assert config.optimizer == "ALTO"
+
+
+@worlds(1)
+def case_replace_keeps_what_is_ours():
+    given = {
+        "alto_alpha": 0.5,
+        "alto_betas": (0.01, 0.9, 0.99),
+        "alto_eps": (1e-5, 1e-6, 1e-9),
+        "alto_layerwise": "matrices",
+        "alto_bias_correction": False,
+        "alto_kernel": "reference",
+        "alto_diagnostics_every": 7,
+        "alto_skip_nonfinite": True,
+        "alto_adopt": True,
+        "alto_checkpoint_format": "dp_reshardable",
+    }
+    assert set(given) == {f.name for f in dataclasses.fields(AltoOptimizerConfig) if f.name.startswith("alto_")}
+    replaced = dataclasses.replace(AltoOptimizerConfig(**given), lr=0.5)
+    assert type(replaced) is AltoOptimizerConfig
+    assert (replaced.optimizer, replaced.lr) == ("alto", 0.5)
+    assert {name: getattr(replaced, name) for name in given} == given
+    with pytest.raises(ValueError, match="alpha=-5 is out of range"):
+        dataclasses.replace(replaced, alto_alpha=-5.0)  # checked again
+    (alto,) = altos(optimizer_of(replaced))
+    for group in alto.param_groups:
+        assert not {"amsgrad", "maximize", "capturable", "fused"} & set(group), "Adam's own keys"
+        assert {f"alto_{k}": group[k] for k in ("alpha", "betas", "eps", "layerwise", "bias_correction")} == {
+            k: v for k, v in given.items() if k.removeprefix("alto_") in group
+        }
+
+
+@worlds(1)
+def case_the_config_has_its_name_back_whatever_happens():
+    with pytest.MonkeyPatch.context() as patch:
+        config = AltoOptimizerConfig()
+        optimizer = optimizer_of(config)
+        assert config.optimizer == "alto"
+        assert all(part.config is config for part in optimizer.chained_optimizers)
+
+        seen = []
+
+        def fail(*args, **kwargs):
+            seen.append(config.optimizer)
+            raise RuntimeError("from within Megatron")
+
+        patch.setattr(core_optimizer, "_get_param_groups_and_buffers", fail)
+        with pytest.raises(RuntimeError, match="from within Megatron"):
+            optimizer_of(config)
+        assert seen == ["adam"]
+        assert config.optimizer == "alto"
+
+
+@worlds(1)
+def case_registered_after_the_name_was_imported():
+    """helpers/megatron_gpt.py imports the function before ALTO; test_megatron_imports.py tries the other order."""
+    from tests.helpers import megatron_gpt
+
+    ours = core_optimizer.get_megatron_optimizer
+    assert ours.knows_alto
+    assert megatron_gpt.get_megatron_optimizer is ours
+    assert not hasattr(ours.__wrapped__, "knows_alto")
+    register()
+    assert core_optimizer.get_megatron_optimizer is ours, "once is enough"
+
+
+@worlds(1)
+def case_other_optimizers_are_not_touched():
+    """Types, weights and states: what Megatron's own function, called past us, gives."""
+    original = get_megatron_optimizer.__wrapped__
+    for settings in (
+        {"optimizer": "adam", "use_distributed_optimizer": True},
+        {"optimizer": "adam", "use_distributed_optimizer": False},
+        {"optimizer": "sgd", "use_distributed_optimizer": False},
+    ):
+        config = OptimizerConfig(lr=0.01, weight_decay=0.05, **settings)
+        with pytest.MonkeyPatch.context() as patch:
+            with_us, weights = trained(config)
+            patch.setitem(globals(), "get_megatron_optimizer", original)
+            without, expected = trained(config)
+        for one, other in zip(with_us.chained_optimizers, without.chained_optimizers, strict=True):
+            assert type(one) is type(other)
+            assert type(one).__module__.startswith("megatron.")
+            assert type(one.optimizer) is type(other.optimizer)
+            assert type(one.optimizer).__module__.startswith("torch.optim")
+            assert [g.keys() for g in one.optimizer.param_groups] == [g.keys() for g in other.optimizer.param_groups]
+        assert not list(altos(with_us))
+        assert_same_weights(weights, expected)
+
+
+# -- weight decay and the layer-wise ratio ---------------------------------------------------------------
+
+
+def decays(optimizer):
+    (alto,) = altos(optimizer)
+    return {(g["wd_mult"], g["weight_decay"], g["decayed"]) for g in alto.param_groups}
+
+
+@worlds(1)
+def case_without_a_scheduler_biases_are_not_decayed():
+    """wd_mult is applied by Megatron's scheduler alone; ALTO does not wait for one."""
+    for distributed in (False, True):
+        config = AltoOptimizerConfig(weight_decay=0.3, use_distributed_optimizer=distributed)
+        optimizer, weights = trained(config)
+        assert decays(optimizer) == {(1.0, 0.3, True), (0.0, 0.0, False)}
+        half = dataclasses.replace(config, weight_decay=0.15)
+        other = trained(half)[1]
+        moved = {name for name in weights if not torch.equal(weights[name], other[name])}
+        assert moved == {name for name, value in weights.items() if value.ndim > 1}
+
+
+@worlds(1)
+def case_a_decay_that_is_0_today_does_not_end_the_ratio():
+    """A schedule that begins at 0: the ratio goes on, and the same parameters have it."""
+    config = AltoOptimizerConfig(lr=0.01, weight_decay=0.1)
+    schedulers = []
+
+    def schedule(optimizer):
+        if not schedulers:
+            options = {"lr_warmup_steps": 0, "lr_decay_steps": 10, "lr_decay_style": "constant"}
+            decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 10, "wd_incr_style": "constant"}
+            schedulers.append(OptimizerParamScheduler(optimizer, 0.0, 0.01, 0.01, **options, **decay))
+        schedulers[0].step(increment=1)
+
+    optimizer, weights = trained(config, finish=schedule)
+    assert decays(optimizer) == {(1.0, 0.0, True), (0.0, 0.0, False)}
+
+    def by_hand(optimizer):
+        (alto,) = altos(optimizer)
+        for group in alto.param_groups:
+            group["weight_decay"] = 0.0
+
+    assert_same_weights(weights, trained(config, finish=by_hand)[1])
+    assert_ratio_of_matrices(config, weights, finish=by_hand)
+
+    never = dataclasses.replace(config, weight_decay=0.0)  # nor one that is 0 for ever
+    optimizer, weights = quiet(never)
+    assert decays(optimizer) == {(1.0, 0.0, True), (0.0, 0.0, False)}
+    assert_ratio_of_matrices(never, weights)
+
+
+def assert_ratio_of_matrices(config, weights, **options):
+    """Matrices, and nothing else, would have moved otherwise without the layer-wise ratio."""
+    without = trained(dataclasses.replace(config, alto_layerwise="none"), **options)[1]
+    for name, value in weights.items():
+        assert torch.equal(value, without[name]) == (value.ndim == 1), name

@@ -1,0 +1,234 @@
+"""What only a device shows: what the host does while a step runs, and where collectives run. On helpers/pretend."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
+from tests.helpers import devices, pretend
+from tests.helpers.launcher import worlds
+
+from .sharded import HYPER, TIGHT, network, reference_run, sharded_network, train
+
+# -- the device itself -------------------------------------------------------------------------------------
+
+
+@worlds(2)
+def case_operators_take_tensors_of_one_device():
+    here, other = devices.here(), torch.device("pretend", 7)
+    x = torch.ones(3, device=here)
+    for y in (torch.ones(3), torch.ones(3, device=other)):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            torch.add(x, y)
+    assert torch.add(x, torch.tensor(1.0)).device == here  # a number may come from the host
+    assert x[torch.tensor([0, 2])].device == here
+    assert (x.view(1, 3)[:, 1:].add_(1), x.tolist())[1] == [1.0, 2.0, 2.0]
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(1, device="pretend:8")
+
+
+@worlds(2)
+def case_the_host_is_watched():
+    x = torch.ones(3, device=devices.here())
+    with pretend.counted() as counts:
+        x.sum().item()
+        x.cpu()
+        torch.ones(3).to(x.device)
+        x.add_(1.0)
+    assert counts == {"read": 1, "to host": 1, "to device": 1}
+    with pretend.no(), pytest.raises(RuntimeError, match="forbidden here: read"):
+        bool(x.any())
+    late = torch.empty(3, pin_memory=True).copy_(x, non_blocking=True)
+    assert late.isnan().all()
+    torch.accelerator.synchronize()
+    assert late.tolist() == [2.0] * 3
+
+
+@worlds(2)
+def case_collectives_have_nccls_rules():
+    here, rank = devices.here(), dist.get_rank()
+    x = torch.full((4,), float(rank), device=here)
+    dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    assert x.tolist() == [0.5] * 4
+    for bad, problem in (
+        (torch.ones(3), "No backend type associated with device type cpu"),
+        (torch.ones(3, device=f"pretend:{1 - rank}"), "not on device passed to init_process_group"),
+        (torch.ones(4, 4, device=here).t(), "must be contiguous"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=problem):
+            dist.all_reduce(bad)
+    names = ["all_reduce of 3 x Float", "all_gather_into_tensor of 3 x Float"]
+    collectives = [
+        lambda: dist.all_reduce(torch.ones(3, device=here)),
+        lambda: dist.all_gather_into_tensor(torch.empty(6, device=here), torch.ones(3, device=here)),
+    ]
+    with pytest.raises(RuntimeError, match=rf"is {names[rank]}.* on rank {rank} and {names[1 - rank]}.* on rank"):
+        collectives[rank]()
+    with pytest.raises(RuntimeError, match=rf"all_reduce of {rank + 1} x Float"):
+        dist.all_reduce(torch.ones(rank + 1, device=here))
+    with pretend.counted() as counts:
+        dist.all_gather_object([None, None], "over the device")
+    assert counts["to device"]
+
+
+# -- what a step does to the host --------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "bf16 states": {"grad_ema_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"},
+    "measured": {"diagnostics_every": 2},
+    "no ratio": {"layerwise": "none"},
+    "every ratio": {"layerwise": "all"},
+    "LAMB": {"alpha": 0.0},
+    "lr on the host": {"lr": torch.tensor(0.05)},
+    "reference": {"kernel": "reference"},
+}
+
+
+def gradients_for(model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+@worlds(2)
+def case_nothing_is_read_or_copied_in_the_steady_state():
+    """In every option, with even, uneven and empty shards, and in one process."""
+    mesh = devices.mesh(2)
+    for name, options in OPTIONS.items():
+        for model in (sharded_network(mesh, torch.float32), network(torch.float32)):
+            optimizer = ALTO(param_groups(model), **{**HYPER, **options})
+            for k in range(5):
+                gradients_for(model)
+                with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
+                    optimizer.step()
+                assert k < 2 or not counts, (name, k, counts)
+
+
+@worlds(2)
+def case_skip_nonfinite_waits_for_the_step_before_and_nothing_else():
+    mesh = devices.mesh(2)
+    model = sharded_network(mesh, torch.float32)
+    optimizer = ALTO(param_groups(model), skip_nonfinite=True, **HYPER)
+    for k in range(5):
+        gradients_for(model)
+        if k == 3 and dist.get_rank() == 1:
+            model.up.weight.grad.to_local()[0, 0] = torch.nan
+        with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
+            optimizer.step()
+        assert k < 2 or counts == {"event synchronize": 1, "to host, not waiting": 1}, counts
+    assert optimizer.skipped_steps == 1
+
+
+@worlds(2)
+def case_a_grad_scaler_waits_for_the_step_before_and_nothing_else():
+    """Unlike scaler.step of an optimizer that leaves skipping to the scaler: that reads found_inf."""
+    mesh = devices.mesh(2)
+    model = sharded_network(mesh, torch.float32)
+    optimizer = ALTO(param_groups(model), **HYPER)
+    scaler = torch.amp.GradScaler("pretend", init_scale=8.0)
+    scaler.scale(torch.ones(1, device=devices.here()))
+    for k in range(5):
+        gradients_for(model)
+        if k == 3 and dist.get_rank() == 1:
+            model.up.weight.grad.to_local()[0, 0] = torch.nan
+        with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
+            scaler.step(optimizer)
+        scaler.update()
+        assert k < 2 or counts == {"event synchronize": 1, "to host, not waiting": 1}, counts
+    assert optimizer.skipped_steps == 1
+
+
+class OneRow(nn.Module):
+    """FSDP2 gives all of it to the first rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x):
+        return (x * self.a).tanh() * self.b
+
+
+@worlds(2)
+def case_a_rank_without_elements_does_as_the_others_do():
+    """It read its flag on the host and returned from a bad step; the others waited for it in the norms. It also copied
+    its table to the device at each step."""
+    torch.manual_seed(3)
+    model = OneRow().to(devices.here())
+    fully_shard(model, mesh=devices.mesh(2))
+    assert sum(p.to_local().numel() for p in model.parameters()) == (0 if dist.get_rank() else 12)
+    optimizer = ALTO(model.parameters(), skip_nonfinite=True, **HYPER)
+    for k in range(6):
+        gradients_for(model)
+        if k == 3 and dist.get_rank() == 0:
+            model.a.grad.to_local()[0, 0] = torch.nan
+        with pretend.no(pretend.HOST if k > 1 else ()):
+            optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
+
+
+@worlds(2)
+def case_a_rank_without_any_tensor_copies_nothing():
+    rank = dist.get_rank()
+    whole = LogicalParameter("w", (2, 3), (dist.group.WORLD,))
+    flat = torch.arange(6.0, device=devices.here())
+    optimizer = ALTO([{"params": [] if rank else [flat]}], **HYPER)
+    optimizer.set_layouts({} if rank else {flat: ShardLayout.whole(whole, 6)}, joined=[whole])
+    for k in range(4):
+        flat.grad = torch.ones_like(flat)
+        with pretend.no(pretend.HOST if k > 1 else ()):
+            optimizer.step()
+
+
+@worlds(2)
+def case_groups_with_a_backend_for_each_device():
+    """As Accelerate makes them. A rank without elements took the backend of the host, the other that of the device."""
+    both = dist.new_group(backend="cpu:gloo,pretend:pretend")
+    rank = dist.get_rank()
+    flat = torch.arange(4.0, device=devices.here())
+    whole = LogicalParameter("w", (2, 2), (both,))
+    optimizer = ALTO([{"params": [] if rank else [flat]}], skip_nonfinite=True, **HYPER)
+    optimizer.agree_over(both)
+    optimizer.set_layouts({} if rank else {flat: ShardLayout.whole(whole, 4)}, joined=[whole])
+    for k in range(3):
+        flat.grad = torch.ones_like(flat)
+        if k == 1 and not rank:
+            flat.grad[0] = torch.inf
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+
+
+@worlds(2)
+def case_counters_that_an_engine_moved_to_the_device_come_back():
+    """Each of them was read at each step from then on."""
+    model = network(torch.float32)
+    optimizer = ALTO(param_groups(model), **HYPER)
+    for k in range(5):
+        gradients_for(model)
+        if k == 2:
+            for state in optimizer.state.values():
+                state["step"] = state["step"].to(devices.here())
+        with pretend.no(pretend.HOST if k in (1, 3, 4) else ()):
+            optimizer.step()
+    assert {str(state["step"].device) for state in optimizer.state.values()} == {"cpu"}
+    assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
+
+
+@worlds(2)
+def case_offloaded_parameters_meet_a_group_of_the_device():
+    """FSDP2's CPUOffloadPolicy: shards on the host, and a process group that works on the device alone."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    model = network(torch.float64)
+    fully_shard(model, mesh=devices.mesh(2), offload_policy=CPUOffloadPolicy())
+    model.to("cpu")
+    optimizer = ALTO(param_groups(model, 1e-2), skip_nonfinite=True, **HYPER)
+    train(model, optimizer, sliced=True)
+    assert {p.to_local().device.type for p in model.parameters()} == {"cpu"}
+    for p, q in zip(model.parameters(), reference_run().parameters(), strict=True):
+        piece = distribute_tensor(q.detach(), p.device_mesh, p.placements).to_local().cpu()
+        torch.testing.assert_close(p.to_local().detach(), piece, **TIGHT)

@@ -1,0 +1,50 @@
+"""A handful of cells with whatever release of megatron-core is there: parity in each layout, and a resume."""
+
+import torch
+
+from tests.helpers.launcher import worlds
+from tests.helpers.releases import without_managed_memory
+
+without_managed_memory()  # before Megatron's import
+
+from tests.helpers.megatron_gpt import Job, Layout, check_parity  # noqa: E402
+
+from . import megatron_checkpoints as checkpoints  # noqa: E402
+
+#: dp_reshardable and fully_reshardable are Megatron's two formats for training; the others are older.
+RUNS = {
+    "float32": checkpoints.Run(("dp", "fully")),
+    "bf16": checkpoints.Run(("dp",), job=checkpoints.BF16),
+}
+
+
+@worlds(2)
+def case_sharded_is_unsharded():
+    check_parity("distributed optimizer")
+    check_parity("buckets", overlap=True, bucket_size=3000)
+    check_parity("replicated", distributed=False)
+    check_parity("tensor parallel", Job(), Layout(tensor=2))
+    check_parity("pipeline parallel", Job(), Layout(pipeline=2))
+
+
+@worlds(2)
+def case_a_resumed_run_is_bitwise_the_same(directory):
+    for label, run in RUNS.items():
+        with checkpoints.engine_for(run) as engine:
+            engine.assert_straddles()
+            checkpoints.advance(engine, 0, 3)
+            for kind in run.formats:
+                checkpoints.save(engine, directory / label / kind, kind)
+            at_save = checkpoints.picture(engine, run)
+            checkpoints.advance(engine, 3, 6)
+            at_end = checkpoints.picture(engine, run)
+        assert not torch.equal(at_save["steps"], at_end["steps"])
+        for kind in run.formats:
+            with checkpoints.engine_for(run) as engine:
+                with torch.no_grad():
+                    for _, p in engine.named_parameters():
+                        p.add_(0.5)  # for those that are loaded to show
+                checkpoints.load(engine, directory / label / kind, kind)
+                checkpoints.assert_same(f"{label}, {kind}, loaded", checkpoints.picture(engine, run), at_save)
+                checkpoints.advance(engine, 3, 6)
+                checkpoints.assert_same(f"{label}, {kind}, resumed", checkpoints.picture(engine, run), at_end)

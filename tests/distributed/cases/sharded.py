@@ -1,0 +1,393 @@
+"""Cases over real gloo ranks: sharded equals unsharded. Run by test_sharded.py through helpers/launcher.py.
+
+Every case computes the unsharded run on the spot, in the same process, from the same weights and the
+same global batch, and compares in float64, where a wrong ratio cannot hide behind rounding.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from alto_distributed import ALTO, E, LogicalParameter, ShardLayout, param_groups
+from alto_distributed.sharding.norms import NormTable
+from alto_distributed.sharding.plan import StepPlan
+from tests.helpers import devices
+from tests.helpers.launcher import worlds
+from tests.helpers.oracle import PaperALTO
+from tests.helpers.releases import TORCH, need_torch
+
+HYPER = dict(lr=0.05, betas=(0.99, 0.9, 0.99), alpha=-5.0, eps=(1e-6, 1e-6, 1e-10), weight_decay=1e-2)
+STEPS = 8
+TIGHT = dict(rtol=1e-10, atol=1e-12)
+
+
+class Net(nn.Module):
+    """Sizes that divide nothing: rows are split unevenly, and ``head`` has fewer rows than there are ranks."""
+
+    def __init__(self, hidden=13):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, hidden), nn.Linear(hidden, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        h = self.embed(x)
+        return self.head(self.norm(h + self.down(torch.tanh(self.up(h)))))
+
+
+def network(dtype=torch.float64, hidden=13):
+    torch.manual_seed(11)
+    return Net(hidden).to(devices.here(), dtype)
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64).to(devices.here())
+
+
+def batches(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(17)
+    for _ in range(STEPS):
+        x = torch.randint(0, 11, (8, 5), generator=generator)
+        y = torch.randn(8, 5, 1, dtype=torch.float64, generator=generator)
+        yield x.to(devices.here()), y.to(devices.here(), dtype)
+
+
+def train(model, optimizer, *, sliced, dtype=torch.float64, steps=STEPS, counts=None):
+    """``sliced``: this rank sees its share of each batch only. ``counts`` collects collectives per step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for k, (x, y) in enumerate(batches(dtype)):
+        if k == steps:
+            break
+        if sliced:
+            x, y = x.chunk(world)[rank], y.chunk(world)[rank]
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        with CommDebugMode() if counts is not None else contextlib.nullcontext() as comms:
+            optimizer.step()
+        if counts is not None:
+            counts.append(comms.get_total_counts())
+
+
+def at_each_step(collectives):
+    """So many in each step; in the first, ranks make sure that they agree, with two more for each process group."""
+    return [3 * collectives, *[collectives] * (STEPS - 1)]
+
+
+def full(parameter):
+    """The whole of it, on the host."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
+
+
+def largest_gap(model, reference):
+    gaps = [
+        (full(p) - full(q)).norm() / full(q).norm()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
+    return torch.stack(gaps).max().item()  # NaN if there is one
+
+
+def assert_same(model, reference, **tolerance):
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(p), full(q), msg=lambda m, name=name: f"{name}: {m}", **tolerance or TIGHT)
+
+
+def reference_run(dtype=torch.float64, make=lambda m: ALTO(param_groups(m, 1e-2), **HYPER), **options):
+    model = network(dtype, **options)
+    train(model, make(model), sliced=False, dtype=dtype)
+    return model
+
+
+def assert_straddles(model, group):
+    """Some parameter has elements on at least two ranks of ``group``, some are uneven, and some empty."""
+    sizes = {}
+    for name, p in model.named_parameters():
+        gathered = [None] * group.size()
+        dist.all_gather_object(gathered, p.to_local().numel(), group=group)
+        sizes[name] = gathered
+    assert any(sum(n > 0 for n in s) >= 2 for s in sizes.values()), sizes
+    assert any(len(set(s)) > 1 for s in sizes.values()), sizes
+    assert any(0 in s for s in sizes.values()), sizes
+
+
+def sharded_network(mesh, dtype=torch.float64):
+    need_torch(2, 7, "FSDP2 on CPUs")
+    if mesh.ndim > 1:
+        need_torch(2, 8, "HSDP over gloo")
+    model = network(dtype)
+    for module in (model.up, model.down):
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@worlds(2, 4)
+def case_fsdp2_equals_the_single_process_run():
+    mesh = devices.mesh(dist.get_world_size())
+    model = sharded_network(mesh)
+    assert_straddles(model, mesh.get_group())
+    counts = []
+    train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True, counts=counts)
+    assert_same(model, reference_run())
+    assert counts == at_each_step(1), counts  # one all-reduce a step for all parameters
+
+
+@worlds(2, 4)
+def case_fsdp2_in_float32_stays_within_rounding():
+    mesh = devices.mesh(dist.get_world_size())
+    model = sharded_network(mesh, torch.float32)
+    train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True, dtype=torch.float32)
+    gap = largest_gap(model, reference_run(torch.float32))
+    assert gap < (2e-5 if TORCH >= (2, 9) else 2e-4), gap
+
+
+@worlds(2, 4)
+def case_fsdp2_with_bare_parameters_and_every_layerwise_mode():
+    mesh = devices.mesh(dist.get_world_size())
+    for layerwise in ("decayed", "matrices", "all", "none"):
+        model, counts = sharded_network(mesh), []
+        train(model, ALTO(model.parameters(), layerwise=layerwise, **HYPER), sliced=True, counts=counts)
+        assert_same(model, reference_run(make=lambda m: ALTO(m.parameters(), layerwise=layerwise, **HYPER)))  # noqa: B023
+        assert counts == at_each_step(0 if layerwise == "none" else 1)
+
+
+@worlds(2, 4)
+def case_without_the_reduction_the_comparison_fails():
+    """The negative control: norms of the local piece alone are what a naive optimizer would use."""
+    mesh = devices.mesh(dist.get_world_size())
+    model = sharded_network(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NormTable, "complete", lambda self, partial: next(iter(partial.values())))
+        patch.setattr(StepPlan, "require_agreement", lambda self, common: None)  # it would find the pieces too small
+        train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True)
+    gap = largest_gap(model, reference_run())
+    assert gap > 1e-3, gap
+
+
+@worlds(4)
+def case_hsdp_counts_replicas_once():
+    mesh = devices.mesh(2, 2, names=("replicate", "shard"))
+    model = sharded_network(mesh)
+    assert_straddles(model, mesh.get_group("shard"))
+    counts = []
+    train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True, counts=counts)
+    assert_same(model, reference_run())
+    assert counts == at_each_step(1), counts
+
+
+@worlds(4)
+def case_replicas_stay_bitwise_equal():
+    """All ranks of a group get the same bits of a norm, so HSDP's replicas never drift apart."""
+    mesh = devices.mesh(2, 2, names=("replicate", "shard"))
+    model = sharded_network(mesh, torch.float32)
+    train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True, dtype=torch.float32)
+    for name, p in model.named_parameters():
+        replicas = [None] * 2
+        dist.all_gather_object(replicas, p.to_local().detach().cpu(), group=mesh.get_group("replicate"))
+        assert torch.equal(*replicas), name
+
+
+@worlds(4)
+def case_fsdp2_and_tensor_parallel_on_a_2d_mesh():
+    need_torch(2, 7, "FSDP2 on CPUs")
+    mesh = devices.mesh(2, 2, names=("dp", "tp"))
+    # Tensor parallelism splits evenly; fully_shard then splits 7 rows over 2, which older releases gather in disorder.
+    hidden = 14 if TORCH >= (2, 10) else 16
+    model = network(hidden=hidden)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    assert len(model.up.weight.placements) == 2
+    # Undecayed biases of the row-wise layer and the norm stay whole over tp; tp ranks see the same batch.
+    counts, rank = [], mesh.get_local_rank("dp")
+    optimizer = ALTO(param_groups(model, 1e-2), **HYPER)
+    for x, y in batches():
+        optimizer.zero_grad()
+        (model(x.chunk(2)[rank]) - y.chunk(2)[rank]).square().mean().backward()
+        with CommDebugMode() as comms:
+            optimizer.step()
+        counts.append(comms.get_total_counts())
+    assert_same(model, reference_run(hidden=hidden))
+    assert counts == at_each_step(2), counts  # one over dp, one over tp
+
+
+def _placements(world):
+    if world == 4:
+        mesh = devices.mesh(2, 2)
+        yield from ((mesh, p) for p in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]))
+        yield from ((mesh, p) for p in ([Shard(1), Replicate()], [Replicate(), Replicate()], [Shard(2), Shard(0)]))
+    flat = devices.mesh(world)
+    yield from ((flat, p) for p in ([Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]))
+
+
+@worlds(2, 4)
+def case_every_placement():
+    """Shard on any dimension, two dimensions at once, uneven and empty, replicas; partial gradients too."""
+    for shape in ((5, 3, 7), (1, 9, 2), (4, 4, 4)):
+        for mesh, placements in _placements(dist.get_world_size()):
+            theta = randn(shape)
+            p = nn.Parameter(distribute_tensor(theta, mesh, placements))
+            optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
+            for _ in range(3):
+                g = randn(shape)
+                p.grad = distribute_tensor(g, mesh, placements)
+                optimizer.step()
+                torch.testing.assert_close(full(p), full(oracle.step(g)), msg=str((shape, placements)), **TIGHT)
+
+
+@worlds(2, 4)
+def case_a_gradient_that_is_still_a_partial_sum():
+    world = dist.get_world_size()
+    mesh = devices.mesh(world)
+    theta = randn(5, 3)
+    for placement in (Replicate(), Shard(0)):
+        p = nn.Parameter(distribute_tensor(theta, mesh, [placement]))
+        optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
+        for _ in range(3):
+            g = randn(5, 3)
+            p.grad = DTensor.from_local(g / world, mesh, [Partial()])
+            optimizer.step()
+            torch.testing.assert_close(full(p), full(oracle.step(g)), **TIGHT)
+    p = nn.Parameter(DTensor.from_local(theta, mesh, [Partial()]))
+    p.grad = DTensor.from_local(theta, mesh, [Partial()])
+    with pytest.raises(ValueError, match="partial sum on mesh dimension 0"):
+        ALTO([p], **HYPER).step()
+
+
+@worlds(2, 4)
+def case_e_under_fsdp2():
+    mesh = devices.mesh(dist.get_world_size())
+    for base in (
+        lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9),
+        lambda m: ALTO(m.parameters(), alpha=0),
+    ):
+        model = sharded_network(mesh)
+        train(model, E(base(model)), sliced=True)
+        assert_same(model, reference_run(make=lambda m: E(base(m))))  # noqa: B023
+
+
+@worlds(2)
+def case_ddp():
+    model = nn.parallel.DistributedDataParallel(network())
+    counts = []
+    train(model, ALTO(param_groups(model.module, 1e-2), **HYPER), sliced=True, counts=counts)
+    assert_same(model.module, reference_run())
+    assert counts == at_each_step(0)  # every rank holds whole parameters
+
+
+# -- flat shards with explicit layouts -----------------------------------------------------------------
+
+
+def _flat_case(sizes, cuts, padding, groups_of, rank_in_group):
+    """ZeRO's way: parameters glued end to end, cut at ``cuts`` for the ranks, each shard padded with NaN."""
+    thetas = [randn(s) * (i + 1) for i, s in enumerate(sizes)]
+    parameters = [LogicalParameter(f"p{i}", s, groups_of(i)) for i, s in enumerate(sizes)]
+    buffer = torch.cat([t.flatten() for t in thetas])
+    low, high = cuts[rank_in_group], cuts[rank_in_group + 1]
+    pad = torch.full((padding,), torch.nan, dtype=torch.float64, device=devices.here())
+    shard = nn.Parameter(torch.cat([buffer[low:high], pad]))
+    layout = ShardLayout.of_flat_shard(parameters, low, high - low)
+    optimizer = ALTO([shard], **HYPER)
+    optimizer.set_layouts({shard: ShardLayout(shard.numel(), layout.segments)})
+    oracles = [PaperALTO(t, **HYPER) for t in thetas]
+    for k in range(4):
+        gradients = [randn(s) for s in sizes]
+        shard.grad = torch.cat([torch.cat([g.flatten() for g in gradients])[low:high], pad])
+        with CommDebugMode() as comms:
+            optimizer.step()
+        assert comms.get_total_counts() == at_each_step(1)[k]
+        expected = torch.cat([o.step(g).flatten() for o, g in zip(oracles, gradients, strict=True)])
+        torch.testing.assert_close(shard.detach()[: high - low], expected[low:high], **TIGHT)
+    return layout
+
+
+@worlds(2, 4)
+def case_flat_shards_with_padding():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = [(4, 3), (5,), (2, 2, 2), (1,)]
+    total = 12 + 5 + 8 + 1
+    cuts = [min(total, i * 9) for i in range(world)] + [total]
+    layout = _flat_case(sizes, cuts, 3, lambda i: (dist.group.WORLD,), rank)
+    straddling = [None] * world
+    dist.all_gather_object(straddling, {s.parameter.name for s in layout.segments if s.length})
+    assert any(straddling[0] & other for other in straddling[1:]), straddling
+
+
+@worlds(4)
+def case_a_rank_that_holds_padding_only_still_joins():
+    _flat_case([(4, 3), (5,)], [0, 8, 17, 17, 17], 2, lambda i: (dist.group.WORLD,), dist.get_rank())
+
+
+@worlds(4)
+def case_a_rank_without_any_tensor_still_joins():
+    """Megatron's distributed optimizer may leave a rank with no shard at all."""
+    rank, theta = dist.get_rank(), randn(6)
+    g = randn(6)
+    parameter = LogicalParameter("w", (2, 3), (dist.group.WORLD,))
+    if rank < 2:
+        shard = nn.Parameter(theta[rank * 3 : rank * 3 + 3].clone())
+        shard.grad = g[rank * 3 : rank * 3 + 3].clone()
+        optimizer = ALTO([shard], **HYPER)
+        optimizer.set_layouts({shard: ShardLayout.whole(parameter, 3)})
+    else:
+        optimizer = ALTO([{"params": []}], **HYPER)
+        optimizer.set_layouts({}, joined=[parameter])
+    with CommDebugMode() as comms:
+        optimizer.step()
+    assert comms.get_total_counts() == at_each_step(1)[0]
+    if rank < 2:
+        expected = PaperALTO(theta, **HYPER).step(g)
+        torch.testing.assert_close(shard.detach(), expected[rank * 3 : rank * 3 + 3], **TIGHT)
+
+
+@worlds(4)
+def case_data_and_tensor_parallel_groups_cost_one_collective_each():
+    """Matrices cut over tp and dp, vectors over dp alone and equal on tp ranks, one parameter whole."""
+    mesh = devices.mesh(2, 2, names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    dp_rank, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    matrices = [randn(6, 4) for _ in range(3)]
+    vectors = [randn(7) for _ in range(3)]
+    whole = randn(3, 3)
+
+    def cut(m, v):
+        """What this rank holds: of a matrix its tp columns, and of those, as of a vector, its dp slice."""
+        pieces = [x.chunk(2, dim=1)[tp_rank].flatten() for x in m] + list(v)
+        return [x.tensor_split(2)[dp_rank].clone() for x in pieces]
+
+    held = [nn.Parameter(t) for t in cut(matrices, vectors)] + [nn.Parameter(whole.clone())]
+    layouts = {}
+    for i, p in enumerate(held[:6]):
+        shape, groups = ((6, 4), (dp, tp)) if i < 3 else ((7,), (dp,))
+        layouts[p] = ShardLayout.whole(LogicalParameter(f"p{i}", shape, groups), p.numel())
+    optimizer = ALTO(held, **HYPER)
+    optimizer.set_layouts(layouts)
+    oracles = [PaperALTO(t, **HYPER) for t in [*matrices, *vectors, whole]]
+    for k in range(4):
+        gradients = [torch.randn_like(o.theta) for o in oracles]
+        for p, g in zip(held, [*cut(gradients[:3], gradients[3:6]), gradients[6]], strict=True):
+            p.grad = g
+        with CommDebugMode() as comms:
+            optimizer.step()
+        assert comms.get_total_counts() == at_each_step(2)[k], comms.get_comm_counts()
+        new = [o.step(g) for o, g in zip(oracles, gradients, strict=True)]
+        for p, expected in zip(held, [*cut(new[:3], new[3:6]), new[6]], strict=True):
+            torch.testing.assert_close(p.detach(), expected, **TIGHT)
+
+
+@worlds(2)
+def case_groups_of_one_rank_are_skipped():
+    """Each rank alone in its group: nothing to add up, nothing sent."""
+    alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+    p = nn.Parameter(randn(4))
+    p.grad = randn(4)
+    optimizer = ALTO([p], **HYPER)
+    optimizer.set_layouts({p: ShardLayout.whole(LogicalParameter("w", (2, 2), (alone,)), 4)})
+    with CommDebugMode() as comms:
+        optimizer.step()
+    assert comms.get_total_counts() == 0

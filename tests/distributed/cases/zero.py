@@ -1,0 +1,744 @@
+"""DeepSpeed, the real one, over gloo: every stage, precision and option equals the unsharded run.
+
+float32 cells: each rank sees its share of the batch, and weights are held to the single-process run within
+1e-6. bf16 and fp16 cells: all ranks see the same batch, so that averaging is exact whatever the order of
+summation, and the master weights must be *bitwise* those of a reference that rounds at the same points.
+"""
+
+import contextlib
+import dataclasses
+import re
+import warnings
+from itertools import chain
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+import alto_distributed.deepspeed
+from alto_distributed import ALTO, param_groups
+from alto_distributed.deepspeed.build import split_bare_parameters
+from alto_distributed.deepspeed.layout import LayoutBuilder
+from alto_distributed.sharding import ShardLayout
+from tests.helpers import devices
+from tests.helpers.launcher import some, worlds
+
+# Half precision runs on any CPU in torch; DeepSpeed asks for hardware support, which this is not about.
+get_accelerator().is_fp16_supported = lambda: True
+warnings.simplefilter("ignore", FutureWarning)
+
+STEPS = 10
+PARAMS = {"lr": 0.05, "betas": [0.99, 0.9, 0.99], "alpha": -5, "eps": 1e-6, "weight_decay": 0.01}
+if devices.NAME != "cpu":
+    PARAMS["kernel"] = "torch"  # also of what is computed on the host to compare with: C adds up in another order
+
+
+class Net(nn.Module):
+    """Odd sizes, so that shards cut through parameters and are padded; a tied, a frozen and an unused one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, 13), nn.Linear(13, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x):
+        h = self.embed(x.to(self.scale.device))
+        return self.head(self.norm(h + self.scale * self.frozen(self.down(torch.tanh(self.up(h))))))
+
+
+def network(make=Net):
+    torch.manual_seed(11)
+    return make()
+
+
+def batches(steps=STEPS, accumulation=1):
+    """Per step, ``accumulation`` global micro-batches."""
+    generator = torch.Generator().manual_seed(17)
+    for _ in range(steps):
+        x = torch.randint(0, 11, (accumulation, 8, 5), generator=generator)
+        yield list(zip(x, torch.randint(0, 11, x.shape, generator=generator), strict=True))
+
+
+def loss_of(out, y):
+    return nn.functional.cross_entropy(out.float().flatten(0, 1), y.flatten().to(out.device))
+
+
+def trainable(model):
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def reference(*, clip=1.0, accumulation=1, steps=STEPS, groups=None, schedule=None, make=Net, **params):
+    """The same training in one process with the plain optimizer; it is held to the paper in tests/unit/test_paper.py.
+
+    DeepSpeed gives an unused parameter a gradient of zero, in every stage, so it is decayed like the others.
+    """
+    model = network(make)
+    options = {**PARAMS, **params}
+    optimizer = ALTO(groups(model) if groups else split_bare_parameters(list(model.parameters())), **options)
+    for k, step in enumerate(batches(steps, accumulation)):
+        optimizer.zero_grad()
+        for x, y in step:
+            (loss_of(model(x), y) / accumulation).backward()
+        for p in trainable(model).values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if schedule is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(k)
+        optimizer.step()
+    return model
+
+
+def config(zero=None, *, clip=1.0, accumulation=1, name="ALTO", params=None, **more):
+    world = dist.get_world_size()
+    out = {
+        "train_micro_batch_size_per_gpu": 8 // world,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": {"type": name, "params": PARAMS if params is None else params},
+        **more,
+    }
+    return {**out, "zero_optimization": zero} if zero else out
+
+
+def train(engine, *, steps=STEPS, accumulation=1, sliced=True):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in batches(steps, accumulation):
+        for x, y in step:
+            if sliced:
+                x, y = x.chunk(world)[rank], y.chunk(world)[rank]
+            engine.backward(loss_of(engine(x), y))
+            engine.step()
+
+
+@contextlib.contextmanager
+def running(model, ds_config, **options):
+    engine, *_ = deepspeed.initialize(model=model, config=ds_config, **options)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def weights(engine):
+    """Whole weights by name, as the model sees them."""
+    out = {}
+    for name, p in trainable(engine.module).items():
+        with deepspeed.zero.GatheredParameters([p]):
+            out[name] = p.detach().float().cpu().clone()
+    return out
+
+
+def masters(engine):
+    """Whole float32 weights by name."""
+    unfused = getattr(engine.optimizer, "fp32_groups", None)
+    if unfused is None:
+        return {name: safe_get_full_fp32_param(p).cpu().clone() for name, p in trainable(engine.module).items()}
+    pairs = zip(chain(*engine.optimizer.fp16_groups), chain(*unfused), strict=True)
+    return {engine.param_names[p]: clone.detach().cpu().clone() for p, clone in pairs}
+
+
+def largest_gap(got, expected):
+    """Largest |difference| relative to the parameter's norm; NaN if there is one (Python's max would lose it)."""
+    assert got.keys() == trainable(expected).keys()
+    return torch.stack([(got[n] - p).norm() / p.norm() for n, p in trainable(expected).items()]).max().item()
+
+
+def assert_straddles(engine):
+    """Some parameter has elements on two ranks, by the layouts and by what other ranks say of theirs."""
+    held = {
+        s.parameter.name
+        for layout in LayoutBuilder(engine).build().values()
+        for s in layout.segments
+        if s.length and s.length < torch.Size(s.parameter.shape).numel()
+    }
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, held)
+    assert set.union(*everywhere), "no parameter lies on two ranks"
+
+
+# -- float32 -------------------------------------------------------------------------------------------
+
+SMALL = {"reduce_bucket_size": 20, "allgather_bucket_size": 20}
+FLOAT32_CELLS = {
+    "stage 0": (None, {}),
+    "stage 1": ({"stage": 1}, {}),
+    "stage 2": ({"stage": 2}, {}),
+    "stage 3": ({"stage": 3}, {}),
+    "stage 1, no overlap": ({"stage": 1, "overlap_comm": False}, {}),
+    "stage 2, overlap_comm": ({"stage": 2, "overlap_comm": True}, {}),
+    "stage 3, overlap_comm": ({"stage": 3, "overlap_comm": True}, {}),
+    "stage 1, contiguous_gradients off": ({"stage": 1, "contiguous_gradients": False}, {}),
+    "stage 2, contiguous_gradients off": ({"stage": 2, "contiguous_gradients": False}, {}),
+    "stage 3, contiguous_gradients off": ({"stage": 3, "contiguous_gradients": False}, {}),
+    "stage 1, round_robin": ({"stage": 1, "round_robin_gradients": True}, {}),
+    "stage 2, round_robin": ({"stage": 2, "round_robin_gradients": True}, {}),
+    "stage 2, reduce_scatter off": ({"stage": 2, "reduce_scatter": False}, {}),
+    "stage 1, small buckets": ({"stage": 1, **SMALL}, {}),
+    "stage 2, small buckets": ({"stage": 2, **SMALL}, {}),
+    "stage 3, small sub-groups": ({"stage": 3, "sub_group_size": 40, "reduce_bucket_size": 40}, {}),
+    "stage 3, no persistent parameters": ({"stage": 3, "stage3_param_persistence_threshold": 0}, {}),
+    "stage 1, optimizer offload": ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, {}),
+    "stage 2, optimizer offload": ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {}),
+    "stage 3, optimizer offload": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {}),
+    "stage 3, both offloaded": (
+        {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, {},
+    ),
+    "stage 0, no clipping": (None, {"clip": 0.0}),
+    "stage 1, no clipping": ({"stage": 1}, {"clip": 0.0}),
+    "stage 3, no clipping": ({"stage": 3}, {"clip": 0.0}),
+    "stage 2, hard clipping": ({"stage": 2}, {"clip": 0.01}),
+    "stage 3, hard clipping": ({"stage": 3}, {"clip": 0.01}),
+    "stage 0, accumulation": (None, {"accumulation": 4}),
+    "stage 1, accumulation": ({"stage": 1}, {"accumulation": 4}),
+    "stage 2, accumulation": ({"stage": 2}, {"accumulation": 4}),
+    "stage 3, accumulation": ({"stage": 3}, {"accumulation": 4}),
+}  # fmt: skip
+
+
+def float32_gap(zero, cell):
+    with running(network(), config(zero, **cell)) as engine:
+        if dist.get_world_size() > 1 and zero:
+            assert_straddles(engine)
+        train(engine, accumulation=cell.get("accumulation", 1))
+        return largest_gap(weights(engine), reference(**cell))
+
+
+@worlds(1, 2, exhaustive=(4,))
+def case_float32_cells():
+    cells = some(FLOAT32_CELLS, dist.get_world_size())
+    gaps = {label: float32_gap(zero, cell) for label, (zero, cell) in cells.items()}
+    assert all(gap < 1e-6 for gap in gaps.values()), {label: gap for label, gap in gaps.items() if not gap < 1e-6}
+
+
+@worlds(4)
+def case_hierarchical_partitioning():
+    assert float32_gap({"stage": 3, "zero_hpz_partition_size": 2}, {}) < 1e-6
+
+
+@worlds(2, 4)
+def case_with_the_layouts_withheld_the_comparison_fails():
+    """The negative control: what DeepSpeed does with an optimizer that takes a shard for a parameter."""
+    for stage in (1, 2, 3):
+        with running(network(), config({"stage": stage})) as engine:
+            engine.basic_optimizer.set_layouts({})
+            train(engine)
+            gap = largest_gap(weights(engine), reference())
+            assert not gap < 1e-3, f"stage {stage}: {gap:.1e}"  # NaN if padding was taken for weights
+
+
+def shifted(layouts):
+    """Every segment by one element."""
+    return {
+        flat: ShardLayout(flat.numel(), [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
+        for flat, layout in layouts.items()
+    }
+
+
+def with_parameters(layouts, change):
+    """The same segments of other parameters."""
+    return {
+        flat: ShardLayout(
+            flat.numel(), [dataclasses.replace(s, parameter=change(s.parameter)) for s in layout.segments]
+        )
+        for flat, layout in layouts.items()
+    }
+
+
+def swapped(layouts):
+    """Two parameters of one size in each other's place."""
+    every = {s.parameter.name: s.parameter for layout in layouts.values() for s in layout.segments}
+    up, down = every["up.weight"], every["down.weight"]
+    assert torch.Size(up.shape).numel() == torch.Size(down.shape).numel()
+    return with_parameters(layouts, lambda p: {up: down, down: up}.get(p, p))
+
+
+def ungrouped(layouts):
+    """Every parameter as if this rank held all of it."""
+    return with_parameters(layouts, lambda p: dataclasses.replace(p, groups=()))
+
+
+@worlds(2)
+def case_a_layout_that_was_read_wrongly_is_found():
+    """If need be on one rank only, and both raise. All sizes fit, and training would have gone on."""
+    read = LayoutBuilder._read
+    version = re.escape(deepspeed.__version__)
+    said = rf"rank [01]: .*laid out.* differ from the model's. Read from DeepSpeed {version}"
+    labels = ("stage 1", "stage 3", "bf16, BF16_Optimizer", "bf16, stage 0")
+    for label in labels if devices.NAME == "cpu" else labels[:1]:
+        zero, precision, *_ = LOW_CELLS.get(label) or FLOAT32_CELLS[label]
+        for change in (shifted, swapped) if zero else (swapped,):
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == 1 or change is swapped:  # one of them need not hold any of the two
+                    patch.setattr(LayoutBuilder, "_read", lambda self, change=change: change(read(self)))
+                with pytest.raises(ValueError, match=said):
+                    deepspeed.initialize(model=network(), config=config(zero, **precision))
+
+
+@worlds(2)
+def case_a_process_group_that_was_not_read_is_found():
+    """The pieces do not add up to whole parameters."""
+    read = LayoutBuilder._read
+    for zero in ({"stage": 1}, {"stage": 3}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayoutBuilder, "_read", lambda self: ungrouped(read(self)))
+            with running(network(), config(zero)) as engine, pytest.raises(ValueError, match="A piece is missing"):
+                train(engine, steps=1)
+
+
+@worlds(2, 4)
+def case_padding_may_hold_anything():
+    """Stage 3 pads pieces with uninitialised memory; with NaN there, nothing may change."""
+    with running(network(), config({"stage": 3})) as engine:
+        padded = 0
+        for params, flat in zip(
+            engine.optimizer.fp16_groups, engine.optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            end = 0
+            for p in params:
+                start, end = end, end + p.ds_tensor.ds_numel
+                beyond = (dist.get_rank() + 1) * p.ds_tensor.ds_numel - p.ds_numel
+                if beyond > 0:
+                    with torch.no_grad():
+                        flat[max(start, end - beyond) : end] = torch.nan
+                    padded += 1
+        assert padded or dist.get_rank() + 1 < dist.get_world_size()
+        train(engine)
+        gap = largest_gap(weights(engine), reference())
+        assert gap < 1e-6, gap
+
+
+@worlds(2, 4)
+def case_one_collective_a_step():
+    """Stages 1 and 2 step group by group, stage 3 sub-group by sub-group: one small all-reduce in each."""
+    from alto_distributed.sharding import norms
+
+    for stage, calls in ((1, 2), (2, 2), (3, 2)):
+        with running(network(), config({"stage": stage})) as engine:
+            train(engine, steps=1)
+            counted, original = [], norms._all_reduce
+            norms._all_reduce = lambda *a: counted.append(1) or original(*a)  # noqa: B023
+            try:
+                train(engine, steps=1)
+            finally:
+                norms._all_reduce = original
+            assert len(counted) == calls, (stage, counted)
+
+
+# -- low precision -------------------------------------------------------------------------------------
+
+
+def rounded_reference(dtype, *, accumulation=1, accumulate_in=None, communicate_in=None, scale=1.0, steps=STEPS):
+    """Master weights in float32 (they start rounded), forward and backward on their rounded copy, gradients
+    summed as the engine does."""
+    master, model = network().to(dtype).float(), network().to(dtype)
+    optimizer = ALTO(split_bare_parameters(list(master.parameters())), **PARAMS)
+    pairs = list(zip(trainable(master).values(), trainable(model).values(), strict=True))
+    for step in batches(steps, accumulation):
+        summed = {}
+        for x, y in step:
+            model.zero_grad()
+            (loss_of(model(x), y) / accumulation * scale).backward()
+            for _, p in pairs:
+                g = (torch.zeros_like(p) if p.grad is None else p.grad).to(accumulate_in or dtype)
+                summed[p] = summed[p] + g if p in summed else g
+        for m, p in pairs:
+            m.grad = summed[p].to(communicate_in or dtype).float() / scale
+        optimizer.step()
+        with torch.no_grad():
+            for m, p in pairs:
+                p.copy_(m)
+    return master, optimizer
+
+
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 128}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+# Stages 2 and 3 reduce every micro-batch by itself, and round no sum; BF16_Optimizer rounds it before it sends it.
+UNROUNDED = {"accumulate_in": torch.float32, "communicate_in": torch.float32, "accumulation": 4}
+LOW_CELLS = {
+    "bf16, stage 0": (None, BF16, {}),
+    "bf16, stage 1": ({"stage": 1}, BF16, {}),
+    "bf16, stage 2": ({"stage": 2}, BF16, {}),
+    "bf16, stage 3": ({"stage": 3}, BF16, {}),
+    "bf16, BF16_Optimizer": ({"stage": 1}, {**BF16, **FP32_SUMS}, {"accumulate_in": torch.float32}),
+    "bf16, BF16_Optimizer, accumulation": (
+        {"stage": 1}, {**BF16, **FP32_SUMS}, {"accumulate_in": torch.float32, "accumulation": 4},
+    ),
+    "bf16, stage 2, float32 sums": ({"stage": 2}, {**BF16, **FP32_SUMS}, UNROUNDED),
+    "bf16, stage 3, float32 sums": ({"stage": 3}, {**BF16, **FP32_SUMS}, UNROUNDED),
+    "fp16, stage 2, float32 sums": ({"stage": 2}, {**FP16, **FP32_SUMS}, UNROUNDED),
+    "bf16, stage 2, offload": ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, BF16, {}),
+    "bf16, stage 3, offload": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, BF16, {}),
+    "bf16, stage 0, accumulation": (None, BF16, {"accumulation": 4}),
+    "bf16, stage 1, accumulation": ({"stage": 1}, BF16, {"accumulation": 4}),
+    "bf16, stage 2, accumulation": ({"stage": 2}, BF16, {"accumulation": 4}),
+    "bf16, stage 3, accumulation": ({"stage": 3}, BF16, {"accumulation": 4}),
+    "fp16, stage 1": ({"stage": 1}, FP16, {}),
+    "fp16, stage 2": ({"stage": 2}, FP16, {}),
+    "fp16, stage 3": ({"stage": 3}, FP16, {}),
+    "fp16, stage 1, accumulation": ({"stage": 1}, FP16, {"accumulation": 4}),
+    "fp16, stage 2, accumulation": ({"stage": 2}, FP16, {"accumulation": 4}),
+    "fp16, stage 3, accumulation": ({"stage": 3}, FP16, {"accumulation": 4}),
+    "fp16, stage 2, offload": ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, FP16, {}),
+}  # fmt: skip
+
+
+def low_config(zero, precision, cell):
+    """All ranks see the whole batch, so that averaging is exact."""
+    ds_config = config(zero, clip=0.0, accumulation=cell.get("accumulation", 1), **precision)
+    return {**ds_config, "train_micro_batch_size_per_gpu": 8}
+
+
+def low_precision_gap(zero, precision, cell):
+    """Largest difference of the master weights to the reference that rounds at the same points; 0 if bitwise right."""
+    with running(network(), low_config(zero, precision, cell)) as engine:
+        train(engine, accumulation=cell.get("accumulation", 1), sliced=False)
+        got = masters(engine)
+    dtype, scale = (torch.float16, 128.0) if "fp16" in precision else (torch.bfloat16, 1.0)
+    expected, _ = rounded_reference(dtype, scale=scale, **cell)
+    return torch.stack([(got[name] - p.detach()).abs().max() for name, p in trainable(expected).items()]).max().item()
+
+
+@worlds(1, 2, 4)
+def case_low_precision_cells_are_bitwise_right():
+    gaps = {label: low_precision_gap(*cell) for label, cell in some(LOW_CELLS, dist.get_world_size()).items()}
+    assert not any(gaps.values()), {label: gap for label, gap in gaps.items() if gap}
+
+
+def same_bits(a, b):
+    """Equal also where both are NaN, as stage 3's uninitialised padding may be."""
+    return torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))
+
+
+@worlds(2)
+def case_skipped_steps_change_nothing():
+    """A dynamic loss scale that starts too high: steps are skipped, and then not even k has moved."""
+    for stage in (1, 2, 3):
+        fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+        with running(network(), config({"stage": stage}, fp16=fp16)) as engine:
+            optimizer = engine.basic_optimizer
+            skipped = taken = 0
+            for x, y in (pair for step in batches() for pair in step):
+                before = [t.clone() for s in optimizer.state.values() for t in s.values()]
+                shards = [t.detach().clone() for t in optimizer.state]
+                skips = engine.skipped_steps
+                engine.backward(loss_of(engine(x), y))
+                engine.step()
+                after = [t for s in optimizer.state.values() for t in s.values()]
+                if engine.skipped_steps > skips:
+                    skipped += 1
+                    assert all(map(same_bits, before, after))
+                    assert all(map(same_bits, shards, optimizer.state))
+                else:
+                    taken += 1
+            assert skipped, "the scale never was too high"
+            assert taken, "no step was taken"
+            assert {int(s["step"]) for s in optimizer.state.values()} == {taken}
+
+
+# -- ways in -------------------------------------------------------------------------------------------
+
+
+@worlds(2)
+def case_names_in_any_case_and_the_other_two_optimizers():
+    plain = reference()
+    for name in ("alto", "Alto", "ALTO"):
+        with running(network(), config({"stage": 2}, name=name)) as engine:
+            train(engine)
+            assert largest_gap(weights(engine), plain) < 1e-6
+    for stage in (0, 1, 2, 3):
+        zero = {"stage": stage} if stage else None
+        with running(network(), config(zero, name="EAdamW")) as engine:
+            train(engine)
+            expected = reference(layerwise="none")
+            assert largest_gap(weights(engine), expected) < 1e-6
+        with running(network(), config(zero, params={**PARAMS, "alpha": 0})) as engine:  # LAMB under ZeRO
+            train(engine)
+            assert not any("grad_ema" in s for s in engine.basic_optimizer.state.values())
+            assert largest_gap(weights(engine), reference(alpha=0)) < 1e-6
+
+
+@worlds(2)
+def case_esgd():
+    params = {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}
+    model = network()
+    optimizer = alto_distributed.deepspeed.ESGD(trainable(model).values(), **params)
+    for step in batches():
+        optimizer.zero_grad()
+        for x, y in step:
+            loss_of(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    for stage in (0, 1, 2, 3):
+        with running(network(), config({"stage": stage} if stage else None, name="ESGD", params=params)) as engine:
+            train(engine)
+            gap = largest_gap(weights(engine), model)
+            assert gap < 1e-6, (stage, gap)
+
+
+@worlds(2)
+def case_client_built_optimizers_get_the_same_treatment():
+    plain = reference()
+    options = {**PARAMS, "betas": tuple(PARAMS["betas"])}
+    for zero in ({"stage": 1}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}):
+        ds_config = config(zero)
+        del ds_config["optimizer"]
+        model = network()
+        instance = ALTO(split_bare_parameters(list(model.parameters())), **options)
+        with running(model, ds_config, optimizer=instance) as engine:
+            train(engine)
+            assert largest_gap(weights(engine), plain) < 1e-6
+        with running(
+            network(), ds_config, optimizer=lambda ps: ALTO(split_bare_parameters(list(ps)), **options)
+        ) as engine:
+            train(engine)
+            assert largest_gap(weights(engine), plain) < 1e-6
+
+
+def two_groups(model):
+    named = trainable(model)
+    fast = [p for n, p in named.items() if n.startswith("up")]
+    slow = [p for n, p in named.items() if not n.startswith("up")]
+    return [{"params": fast, "lr": 0.1, "alpha": 2.0, "layerwise": "all"}, {"params": slow, "weight_decay": 0.3}]
+
+
+@worlds(2, 4)
+def case_parameter_groups_are_kept_as_they_are():
+    for stage in (0, 1, 2, 3):
+        model = network()
+        with running(model, config({"stage": stage} if stage else None), model_parameters=two_groups(model)) as engine:
+            assert [g["alpha"] for g in engine.basic_optimizer.param_groups] == [2.0, -5.0]
+            train(engine)
+            gap = largest_gap(weights(engine), reference(groups=two_groups))
+            assert gap < 1e-6, (stage, gap)
+
+
+def born_sharded():
+    """A model made under zero.Init, and the same in plain tensors."""
+    with deepspeed.zero.Init(config_dict_or_path=config({"stage": 3})):
+        model = network()
+    whole = network()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p]), torch.no_grad():
+            q.copy_(p)
+    assert {p.ndim for p in model.parameters()} == {1}
+    return model, whole
+
+
+@worlds(2)
+def case_zero_init():
+    """Parameters born sharded hide their shape; the split into decayed and undecayed must not be fooled.
+
+    ``param_groups`` once was: all parameters went undecayed and without the ratio.
+    """
+    without = config({"stage": 3})
+    del without["optimizer"]
+    doors = {
+        "JSON": lambda model: (config({"stage": 3}), {}),
+        "groups": lambda model: (config({"stage": 3}), {"model_parameters": param_groups(model)}),
+        "client": lambda model: (without, {"optimizer": ALTO(param_groups(model), **PARAMS)}),
+        "callable": lambda model: (without, {"optimizer": lambda _: ALTO(param_groups(model), **PARAMS)}),
+    }
+    for door, arguments in doors.items():
+        model, expected = born_sharded()
+        ds_config, options = arguments(model)
+        with running(model, ds_config, **options) as engine:
+            decays = [g["weight_decay"] for g in engine.basic_optimizer.param_groups]
+            assert decays == [0.01, 0.0], (door, decays)
+            train(engine)
+            gap = largest_gap(weights(engine), reference(make=lambda whole=expected: whole))
+            assert gap < 1e-6, (door, gap)
+
+
+@worlds(2)
+def case_schedulers_from_the_json():
+    schedulers = {
+        "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 5, "warmup_type": "linear"},
+        "WarmupDecayLR": {"total_num_steps": 12, "warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 4},
+        "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1},
+    }
+    for name, params in schedulers.items():
+        for stage in (1, 3):
+            rates = []
+            ds_config = config({"stage": stage}, scheduler={"type": name, "params": params})
+            with running(network(), ds_config) as engine:
+                for x, y in (pair for step in batches() for pair in step):
+                    rates.append(engine.get_lr()[0])
+                    rank = dist.get_rank()
+                    engine.backward(loss_of(engine(x.chunk(2)[rank]), y.chunk(2)[rank]))
+                    engine.step()
+                assert len(set(rates)) > 3, rates
+                gap = largest_gap(weights(engine), reference(schedule=lambda k: rates[k]))  # noqa: B023
+                assert gap < 1e-6, (name, stage, gap)
+
+
+@worlds(2)
+def case_every_state_of_every_group_can_be_read():
+    for zero in ({"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "sub_group_size": 40}):
+        with running(network(), config(zero)) as engine:
+            train(engine, steps=1)
+            for name, p in trainable(engine.module).items():
+                for key in ALTO.state_keys:
+                    state = safe_get_full_optimizer_state(p, key)
+                    assert state is not None, (zero, name, key)
+                    if name != "unused":
+                        assert state.abs().sum() > 0, (zero, name, key)
+
+
+@worlds(2)
+def case_diagnostics_are_those_of_whole_parameters_and_reach_the_monitor(directory):
+    """Names as in the module, values as without sharding, a summary in DeepSpeed's CSV monitor."""
+    model = network()
+    plain = ALTO(split_bare_parameters(list(model.parameters())), diagnostics_every=2, **PARAMS)
+    for step in batches(2):
+        plain.zero_grad()
+        for x, y in step:
+            loss_of(model(x), y).backward()
+        for p in trainable(model).values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        plain.step()
+    names = [n for decayed in (True, False) for n, p in trainable(model).items() if (p.ndim >= 2) == decayed]
+    expected = dict(zip(names, plain.diagnostics().values(), strict=True))
+    for stage in (0, 1, 2, 3):
+        csv = {"enabled": True, "output_path": str(directory), "job_name": f"stage{stage}"}
+        zero = {"stage": stage} if stage else None
+        ds_config = config(zero, params={**PARAMS, "diagnostics_every": 2}, csv_monitor=csv)
+        with running(network(), ds_config) as engine:
+            train(engine, steps=2)
+            readings = engine.basic_optimizer.diagnostics()
+            assert readings.keys() == expected.keys(), readings.keys()
+            for name, reading in readings.items():
+                assert tuple(reading) == pytest.approx(tuple(expected[name]), rel=1e-4, abs=1e-6), (stage, name)
+        if dist.get_rank() == 0:
+            written = {p.name for p in (directory / f"stage{stage}").iterdir()}
+            assert "Train_ALTO_trust_ratio_median.csv" in written, written
+
+
+# -- the bugs that DeepSpeed's own Muon had -----------------------------------------------------------------
+
+
+@worlds(2, 4)
+def case_muon_7807_parameters_that_cross_partitions():
+    """Muon orthogonalised the piece of a matrix that lay on a rank. The ratio must be of the whole matrix."""
+    for stage in (1, 2):
+        with running(network(), config({"stage": stage})) as engine:
+            assert_straddles(engine)
+            train(engine)
+            assert largest_gap(weights(engine), reference()) < 1e-6
+
+
+@worlds(2)
+def case_muon_8443_state_advances_once_a_step_not_once_a_micro_batch():
+    for stage in (0, 1, 2, 3):
+        with running(network(), config({"stage": stage} if stage else None, accumulation=4)) as engine:
+            train(engine, steps=3, accumulation=4)
+            assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {3}
+            assert largest_gap(weights(engine), reference(steps=3, accumulation=4)) < 1e-6
+
+
+@worlds(2)
+def case_muon_8438_shapes_hidden_by_zero_init():
+    """Under zero.Init a matrix reports the shape (0,); what is a matrix must still be known."""
+    with deepspeed.zero.Init(config_dict_or_path=config({"stage": 3})):
+        model = network()
+    assert model.up.weight.ndim == 1
+    matrices = {"params": {**PARAMS, "layerwise": "matrices"}}
+    with running(model, config({"stage": 3}, **matrices)) as engine:
+        shapes = [s.parameter.shape for lay in LayoutBuilder(engine).build().values() for s in lay.segments]
+        assert (13, 6) in shapes
+        assert (13,) in shapes
+        decays = [(g["weight_decay"], g["name"]) for g in engine.basic_optimizer.param_groups]
+        assert decays == [(0.01, "decayed"), (0.0, "undecayed")]
+
+
+@worlds(2)
+def case_muon_8442_stage_0_runs_the_chosen_optimizer():
+    """Muon at stage 0 silently ran plain SGD."""
+    for precision in ({}, BF16):
+        with running(network(), config(**precision)) as engine:
+            train(engine, steps=2)
+            assert type(engine.basic_optimizer) is ALTO
+            assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {2}
+            assert all(s["grad_ema"].any() for p, s in engine.basic_optimizer.state.items() if p.shape != (3, 3))
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4, "update_interval": 4}
+REFUSED = [
+    ({"params": {**PARAMS, "alpha": -100}}, r"alpha=-100 is out of range"),
+    ({"params": {**PARAMS, "betas": [0.9, 0.99]}}, r"betas=\[0.9, 0.99\] must be three numbers"),
+    ({"params": {**PARAMS, "lr": "1e-2"}}, r"lr='1e-2' must be a finite number"),
+    ({"params": {**PARAMS, "weight_deacy": 0}}, r"'weight_deacy' is not a hyperparameter of ALTO; did you mean"),
+    ({"params": {**PARAMS, "max_grad_norm": 1.0}}, r'set "gradient_clipping"'),
+    ({"name": "EAdamW", "params": {"layerwise": "all"}}, r"EAdamW is ALTO with layerwise"),
+    ({"name": "ESGD", "params": {"momentun": 0.9}}, r"'momentun' is not a hyperparameter.*did you mean 'momentum'"),
+    ({"fp16": {"enabled": True}}, r"fp16 at ZeRO stage 0 does not scale the loss.*stage\": 1"),
+    (
+        {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        r'offload with "ratio" below 1 needs DeepSpeedCPUAdam',
+    ),
+    (
+        {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+        r'offload_optimizer to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"',
+    ),
+    (
+        {"zero": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+        r'offload_param to NVMe has not been tested.*use "device": "cpu"',
+    ),
+    (
+        {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": ZENFLOW}},
+        r"zenflow steps its own CPU Adam",
+    ),
+    (
+        {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        r'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false',
+    ),
+    (
+        {"zero": {"stage": 1}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+        r'torch_autocast with float16 skips steps on each rank by itself.*use "dtype": "bfloat16"',
+    ),
+    (
+        {"zero": {"stage": 2}, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        r"master weights must be float32; remove fp16/bf16_master_weights_and_grads",
+    ),
+    ({"zero": {"stage": 2}, "compile": {"deepcompile": True}}, r"DeepCompile has not been tested"),
+]  # fmt: skip
+
+
+@worlds(2)
+def case_what_cannot_be_done_right_is_refused():
+    """On every rank, before training."""
+    for options, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            deepspeed.initialize(model=network(), config=config(**options))
+    ds_config = config({"stage": 3})
+    model = network()
+    model.empty = nn.Parameter(torch.empty(0, 3))
+    with pytest.raises(ValueError, match="without elements .* breaks ZeRO stage 3"):
+        deepspeed.initialize(model=model, config=ds_config)
+
+
+@worlds(2)
+def case_other_optimizers_are_left_alone():
+    for name, params in (("AdamW", {"lr": 1e-3, "torch_adam": True}), ("SGD", {"lr": 0.1}), ("RMSprop", {"lr": 1e-3})):
+        with running(network(), config(name=name, params=params)) as engine:
+            train(engine, steps=2)
+            assert type(engine.basic_optimizer).__name__ == name
+    with running(network(), config({"stage": 1}, name="AdamW", params={"lr": 1e-3, "torch_adam": True})) as engine:
+        train(engine, steps=2)
+    with pytest.raises(AssertionError, match="untested ZeRO Optimizer"):
+        deepspeed.initialize(model=network(), config=config({"stage": 1}, name="SGD", params={"lr": 0.1}))
+    with pytest.raises(AssertionError, match="not a supported DeepSpeed Optimizer"):
+        deepspeed.initialize(model=network(), config=config(name="Allto"))

@@ -1,0 +1,423 @@
+"""DeepSpeed's checkpoints: saved, and loaded at the same world size, bit for bit; what lacks a state is refused.
+
+What worlds 2 and 4 save here is also converted, for zero_universal.py to load at other world sizes.
+"""
+
+import contextlib
+import fractions
+import io
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from alto_distributed import ALTO
+from alto_distributed.deepspeed import universal
+from alto_distributed.deepspeed.universal import convert
+from tests.helpers.launcher import some, worlds
+
+from . import damage
+from .zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
+
+BEFORE, AFTER = 3, 3
+ADAM = {"name": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+BF16 = {"bf16": {"enabled": True}}
+SMALL = {"params": {**PARAMS, "grad_ema_dtype": "bfloat16"}}
+# Stage 3 comes first: from its first engine on, DeepSpeed replaces F.linear in the whole process by one that rounds
+# otherwise, and what is compared should all have been computed by the same one.
+UNIVERSAL_CELLS = {
+    "stage 3": ({"stage": 3, "sub_group_size": 40}, {}),  # several sub-groups in a group
+    "stage 3, bf16": ({"stage": 3}, BF16),
+    "stage 1": ({"stage": 1}, {}),
+    "stage 2": ({"stage": 2}, {}),
+    "stage 1, small grad_ema": ({"stage": 1}, SMALL),
+    "stage 3, small grad_ema": ({"stage": 3}, {**SMALL, **BF16}),
+    "BF16_Optimizer": ({"stage": 1}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+}
+CELLS = {
+    **UNIVERSAL_CELLS,
+    "stage 0": (None, {}),
+    "stage 0, bf16": (None, BF16),
+    "stage 1, bf16": ({"stage": 1}, BF16),
+    "stage 2, bf16": ({"stage": 2}, BF16),
+    "stage 2, optimizer offload": ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {}),
+    "stage 3, optimizer offload": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {}),
+    "stage 1, round_robin": ({"stage": 1, "round_robin_gradients": True}, {}),
+}
+
+
+def universal_cells():
+    """Those that every world saves; fewer at four ranks, but in exhaustive runs."""
+    world = dist.get_world_size()
+    return UNIVERSAL_CELLS if world == 2 else some(UNIVERSAL_CELLS, world)  # on any device: other cases load them
+
+
+ELASTIC = ({"stage": 1, "elastic_checkpoint": True}, {})
+
+
+def three_groups(model, **changed):
+    """Three groups with hyperparameters of their own; the last is LAMB, and has no third state."""
+    named = trainable(model)
+    up = [p for n, p in named.items() if n.startswith("up")]
+    down = [p for n, p in named.items() if n.startswith("down")]
+    rest = [p for n, p in named.items() if not n.startswith(("up", "down"))]
+    return [
+        {"params": rest, "weight_decay": 0.3, **changed},
+        {"params": up, "lr": 0.1, "alpha": 2.0, "layerwise": "all", **changed},
+        {"params": down, "alpha": 0.0, "betas": [0.99, 0.8, 0.95], **changed},
+    ]
+
+
+@contextlib.contextmanager
+def engine_for(cell, groups=three_groups, model=None, **more):
+    """An engine with one of the cells' configs. bf16 ranks all see the whole batch, so that averaging is exact."""
+    zero, precision = cell
+    model = network() if model is None else model
+    ds_config = config(zero, **precision, **more)
+    if precision:
+        ds_config["train_micro_batch_size_per_gpu"] = 8
+    with running(model, ds_config, model_parameters=groups(model) if groups else None) as engine:
+        yield engine
+
+
+def other_network():
+    """Other weights, for those that are loaded to show."""
+    model = network()
+    with torch.no_grad():
+        for p in trainable(model).values():
+            p.add_(0.5)
+    return model
+
+
+def advance(engine, start, stop):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in list(batches(stop))[start:]:
+        for x, y in step:
+            if not engine.bfloat16_enabled():
+                x, y = x.chunk(world)[rank], y.chunk(world)[rank]
+            engine.backward(loss_of(engine(x), y))
+            engine.step()
+
+
+def picture(engine):
+    """Weights, master weights and states, whole, by name, and the step counts."""
+    out = {f"{name} model": value for name, value in weights(engine).items()}
+    optimizer = engine.basic_optimizer
+    masters = {}
+    if not engine.zero_optimization():
+        for ours, theirs in zip(
+            optimizer.param_groups, getattr(engine.optimizer, "fp16_groups", [[]] * 9), strict=False
+        ):
+            masters.update(zip(theirs or ours["params"], ours["params"], strict=True))
+    for name, p in trainable(engine.module).items():
+        for key in ALTO.state_keys:
+            if key != "grad_ema" or not name.startswith("down"):
+                value = optimizer.state[masters[p]][key] if masters else safe_get_full_optimizer_state(p, key)
+                out[f"{name} {key}"] = value.detach().cpu().clone()
+        master = masters[p] if masters else safe_get_full_fp32_param(p)
+        out[f"{name} master"] = master.detach().cpu().clone()
+    out["steps"] = torch.tensor(sorted({int(state["step"]) for state in optimizer.state.values()}))
+    return out
+
+
+def hyperparameters(engine):
+    return [{k: v for k, v in group.items() if k != "params"} for group in engine.basic_optimizer.param_groups]
+
+
+def assert_same(label, got, expected):
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        one, other = got[key].cpu(), value.cpu()
+        assert torch.equal(one, other), f"{label}: {key} differs by {(one - other).abs().max():.1e}"
+
+
+def on_rank_0(work, *args, **kwargs):
+    """Run it there, quietly, and raise everywhere what it raises."""
+    problem = [None]
+    if dist.get_rank() == 0:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                work(*args, **kwargs)
+        except Exception as error:
+            problem = [error]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+
+
+def stock_converter(source, target):
+    options = {"input_folder": str(source), "output_folder": str(target), "keep_temp_folder": False, "strict": True}
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    ds_to_universal.main(type("Options", (), {**options, **workers, "inject_missing_state": True}))
+
+
+def place(directory, label, world=None):
+    return directory / f"saved by {world or dist.get_world_size()}" / label
+
+
+# -- cases ---------------------------------------------------------------------------------------------
+
+
+@worlds(2, 4)
+def case_save(directory):
+    """Train, save, train on; beside the checkpoint, pictures of when it was saved and of the end."""
+    for label, cell in (CELLS if dist.get_world_size() == 2 else universal_cells()).items():
+        folder = place(directory, label)
+        with engine_for(cell) as engine:
+            advance(engine, 0, BEFORE)
+            engine.save_checkpoint(folder, tag="saved")
+            at_save = picture(engine)
+            assert at_save["steps"].tolist() == [BEFORE], at_save["steps"]
+            kept_in = {s["grad_ema"].dtype for s in engine.basic_optimizer.state.values() if "grad_ema" in s}
+            assert kept_in == {torch.bfloat16 if "small" in label else torch.float32}, (label, kept_in)
+            saved_hyper = hyperparameters(engine)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            at_end = picture(engine)
+        if dist.get_rank() == 0:
+            torch.save((at_save, at_end, saved_hyper), folder / "pictures.pt")
+        dist.barrier()
+
+
+@worlds(2)
+def case_same_world_size_goes_on_bit_for_bit(directory):
+    for label, cell in CELLS.items():
+        folder = place(directory, label)
+        at_save, at_end, saved_hyper = torch.load(folder / "pictures.pt")
+        with engine_for(cell, lambda m: three_groups(m, lr=0.7, eps=1e-3), other_network()) as engine:
+            engine.load_checkpoint(folder)
+            assert_same(f"{label}, loaded", picture(engine), at_save)
+            assert hyperparameters(engine) == saved_hyper, (label, hyperparameters(engine), saved_hyper)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            assert_same(f"{label}, continued", picture(engine), at_end)
+
+
+@worlds(2)
+def case_loading_again_into_an_engine_that_has_stepped(directory):
+    for label in ("stage 1", "BF16_Optimizer"):
+        folder = place(directory, label)
+        at_save, at_end, _ = torch.load(folder / "pictures.pt")
+        with engine_for(CELLS[label]) as engine:
+            advance(engine, 0, 2)
+            engine.load_checkpoint(folder)
+            assert_same(label, picture(engine), at_save)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            assert_same(label, picture(engine), at_end)
+
+
+@worlds(2, 4)
+def case_conversion_carries_every_state(directory):
+    for label in universal_cells():
+        folder = place(directory, label)
+        on_rank_0(convert, folder / "saved", folder / "universal")
+        at_save, _, _ = torch.load(folder / "pictures.pt")
+        for key, value in at_save.items():
+            name, _, state = key.rpartition(" ")
+            if state in ALTO.state_keys or state == "master":
+                path = folder / "universal" / "zero" / name / f"{'fp32' if state == 'master' else state}.pt"
+                converted = torch.load(path)
+                converted = converted["param"] if isinstance(converted, dict) else converted
+                assert torch.equal(converted.view(-1), value.view(-1)), (label, key)
+        assert not (folder / "universal" / "grad_ema_tmp").exists()
+
+
+@worlds(2)
+def case_zero_to_fp32(directory):
+    for label in UNIVERSAL_CELLS:
+        at_save, _, _ = torch.load(place(directory, label) / "pictures.pt")
+        whole = get_fp32_state_dict_from_zero_checkpoint(str(place(directory, label)), tag="saved")
+        for key, value in at_save.items():
+            name, _, state = key.rpartition(" ")
+            if state == "master":
+                assert torch.equal(whole[name], value), (label, name)
+
+
+@worlds(2)
+def case_what_lacks_the_third_state_is_refused(directory):
+    """The stock converter drops grad_ema: loading what it wrote names the state, and says what to do."""
+    for label in ("stage 1", "stage 2", "stage 3", "BF16_Optimizer"):
+        folder = place(directory, label)
+        on_rank_0(stock_converter, folder / "saved", folder / "stock")
+        with engine_for(UNIVERSAL_CELLS[label], checkpoint={"load_universal": True}) as engine:
+            before = weights(engine)
+            with pytest.raises(ValueError, match=r"no 'grad_ema' for parameter 'scale'.*deepspeed.universal INPUT"):
+                engine.load_checkpoint(folder, tag="stock")
+            assert_same(label, weights(engine), before)
+
+
+def plain_groups(model):
+    return [{"params": list(trainable(model).values())}]
+
+
+@worlds(2)
+def case_other_optimizers_are_adopted_only_when_asked(directory):
+    """LAMB is ALTO with alpha 0. Both are saved with one parameter group, and adopted by a run with three."""
+    lamb = {"params": {**PARAMS, "alpha": 0}}
+    for label in ("stage 1", "stage 3", "BF16_Optimizer"):
+        for name, other in (("adam", ADAM), ("lamb", lamb)) if label != "BF16_Optimizer" else (("adam", ADAM),):
+            folder = place(directory, f"{label}, {name}")
+            with engine_for(UNIVERSAL_CELLS[label], plain_groups, **other) as engine:
+                advance(engine, 0, BEFORE)
+                engine.save_checkpoint(folder, tag="saved")
+                expected = {
+                    f"{n} {key}": safe_get_full_optimizer_state(p, key)
+                    for n, p in trainable(engine.module).items()
+                    for key in ("exp_avg", "exp_avg_sq")
+                } | {f"{n} master": safe_get_full_fp32_param(p) for n, p in trainable(engine.module).items()}
+            refused = pytest.raises(ValueError, match=r"no 'grad_ema' for ALTO: .*universal INPUT OUTPUT --adopt")
+            with engine_for(UNIVERSAL_CELLS[label], plain_groups) as engine, refused:
+                engine.load_checkpoint(folder)
+            if name == "adam":
+                with pytest.raises(ValueError, match="no 'grad_ema' and was not saved by ALTO.*--adopt"):
+                    on_rank_0(convert, folder / "saved", folder / "unasked")
+            on_rank_0(stock_converter, folder / "saved", folder / "stock")
+            on_rank_0(convert, folder / "saved", folder / "adopted", adopt=True)
+            universal = {"checkpoint": {"load_universal": True}}
+            with engine_for(UNIVERSAL_CELLS[label], plain_groups, **universal) as engine, refused:
+                engine.load_checkpoint(folder, tag="stock")
+            with engine_for(UNIVERSAL_CELLS[label], model=other_network(), **universal) as engine:
+                own = hyperparameters(engine)
+                engine.load_checkpoint(folder)
+                assert hyperparameters(engine) == own
+                got = picture(engine)
+                assert_same(f"{label}, {name}", {key: got[key] for key in expected}, expected)
+                averages = [value for key, value in got.items() if key.endswith("grad_ema")]
+                assert averages
+                assert not any(value.any() for value in averages)
+                assert got["steps"].tolist() == [BEFORE]
+                advance(engine, BEFORE, BEFORE + 1)
+                assert picture(engine)["embed.weight grad_ema"].any()
+
+
+@worlds(2)
+def case_stage_0_refuses_them_too(directory):
+    for name, other in (("adam", ADAM), ("lamb", {"params": {**PARAMS, "alpha": 0}})):
+        folder = place(directory, f"stage 0, {name}")
+        with engine_for((None, {}), plain_groups, **other) as engine:
+            advance(engine, 0, 1)
+            engine.save_checkpoint(folder, tag="saved")
+        refused = pytest.raises(ValueError, match=r"no 'grad_ema' for ALTO: .*--adopt")
+        with engine_for((None, {}), plain_groups) as engine, refused:
+            engine.load_checkpoint(folder)
+        with pytest.raises(ValueError, match="ZeRO stage 0 has none, and needs no conversion"):
+            on_rank_0(convert, folder / "saved", folder / "universal")
+
+
+@worlds(2)
+def case_what_cannot_be_converted_or_loaded_is_refused(directory):
+    """In the converter, and in the engine before anything has changed."""
+    saved = place(directory, "stage 1")
+    for arguments, message in (
+        ((saved / "saved", saved / "stock"), "is not empty"),
+        ((saved, saved / "new"), "Give the folder of one tag"),
+        ((place(directory, "stage 1, round_robin") / "saved", saved / "new"), "round_robin_gradients"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            on_rank_0(convert, *arguments)
+    with pytest.raises(ValueError, match="has grad_ema already: convert it without --adopt"):
+        on_rank_0(convert, saved / "saved", saved / "new", adopt=True)
+    for cell, groups, folder, tag, message in (
+        (CELLS["stage 3"], three_groups, saved, "universal", "do not go from stage 3 to another or back"),
+        (CELLS["stage 1"], three_groups, place(directory, "stage 3"), "universal", "do not go from stage 3"),
+        (CELLS["stage 1"], plain_groups, saved, "universal", "has 3 parameter groups, this optimizer has 1"),
+        (CELLS["stage 1"], three_groups, saved, "saved", "is not a universal checkpoint: make one with"),
+        (CELLS["stage 1, round_robin"], three_groups, saved, "universal", "misplaces the pieces"),
+        (CELLS["stage 0"], three_groups, saved, "universal", "Stage 0 loads what stage 0 saved at any world size"),
+    ):
+        with engine_for(cell, groups, checkpoint={"load_universal": True}) as engine:
+            before = {name: value.clone() for name, value in weights(engine).items()}
+            with pytest.raises(ValueError, match=message):
+                engine.load_checkpoint(folder, tag=tag)
+            assert_same(message, weights(engine), before)
+
+
+@worlds(2)
+def case_the_converter_does_not_run_what_a_file_names(directory):
+    """A pickle may call any function. The converter loaded them all, and its workers did too."""
+    saved = place(directory, "stage 1") / "saved"
+
+    def attempt():
+        trace = directory / "ran in the converter"
+        for crafted in ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"):
+            source, target = directory / f"crafted {crafted}", directory / "crafted universal"
+            shutil.copytree(saved, source)
+            content = torch.load(source / crafted, weights_only=False)
+            torch.save({**content, "more": damage.Payload(trace)}, source / crafted)
+            with pytest.raises(ValueError, match=f"holds more than data: {crafted} \\(.*mkdir"):
+                convert(source, target, extract_workers=2, merge_workers=2)
+            assert not target.exists()
+            assert not trace.exists()
+        content["more"] = fractions.Fraction(1, 2)
+        torch.save(content, source / crafted)
+        with pytest.raises(ValueError, match="fractions.Fraction.*name each of these after --allow"):
+            convert(source, target)
+        universal.main([str(source), str(target), "--allow", "fractions.Fraction"])
+        assert (target / "zero" / "optimizer_state.pt").exists()
+        with pytest.raises(SystemExit):
+            universal.main([str(source), str(directory / "nowhere"), "--allow", "fractions.Fractions"])
+
+    on_rank_0(attempt)
+
+
+@worlds(2)
+def case_elastic_checkpoints(directory):
+    """They hold states alone: those of ALTO go on bit for bit, those of LAMB are refused, none can be converted."""
+    for name, alpha in (("alto", PARAMS["alpha"]), ("lamb", 0)):
+        with engine_for(ELASTIC, plain_groups, params={**PARAMS, "alpha": alpha}) as engine:
+            advance(engine, 0, BEFORE)
+            engine.save_checkpoint(place(directory, f"elastic {name}"), tag="saved")
+            if name == "alto":
+                advance(engine, BEFORE, BEFORE + AFTER)
+                expected = weights(engine)
+    with engine_for(ELASTIC, plain_groups, other_network()) as engine:
+        engine.load_checkpoint(place(directory, "elastic alto"))
+        advance(engine, BEFORE, BEFORE + AFTER)
+        assert_same("elastic", weights(engine), expected)
+    refused = pytest.raises(ValueError, match="group 0 was saved without 'grad_ema'")
+    with engine_for(ELASTIC, plain_groups) as engine, refused:
+        engine.load_checkpoint(place(directory, "elastic lamb"))
+    with pytest.raises(ValueError, match="elastic_checkpoint"):
+        on_rank_0(convert, place(directory, "elastic alto") / "saved", directory / "new")
+
+
+@worlds(2)
+def case_esgd(directory):
+    """At the same world size; it has no universal checkpoints."""
+    options = {"name": "ESGD", "params": {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}}
+    for stage in (0, 1, 2, 3):
+        cell = ({"stage": stage} if stage else None, {})
+        folder = place(directory, f"ESGD {stage}")
+        with engine_for(cell, None, **options) as engine:
+            advance(engine, 0, BEFORE)
+            engine.save_checkpoint(folder, tag="saved")
+            advance(engine, BEFORE, BEFORE + AFTER)
+            at_end = weights(engine)
+        with engine_for(cell, None, other_network(), **options) as engine:
+            engine.load_checkpoint(folder)
+            advance(engine, BEFORE, BEFORE + AFTER)
+            assert_same(f"ESGD, stage {stage}", weights(engine), at_end)
+        if stage:
+            with pytest.raises(ValueError, match="no 'exp_avg'.*only checkpoints of ALTO and EAdamW"):
+                on_rank_0(convert, folder / "saved", folder / "universal")
+            refused = pytest.raises(ValueError, match="not those of ESGD")
+            with engine_for(cell, None, checkpoint={"load_universal": True}, **options) as engine, refused:
+                engine.load_checkpoint(folder, tag="saved")
+
+
+@worlds(2)
+def case_other_optimizers_load_as_ever(directory):
+    """The wrapped methods pass on what is not ours."""
+    for label in ("stage 1", "stage 3"):
+        folder = place(directory, f"{label}, adam")
+        with engine_for(CELLS[label], plain_groups, other_network(), **ADAM) as engine:
+            engine.load_checkpoint(folder)
+            expected = weights(engine)
+        with engine_for(
+            CELLS[label], plain_groups, other_network(), checkpoint={"load_universal": True}, **ADAM
+        ) as engine:
+            engine.load_checkpoint(folder, tag="stock")
+            assert_same(label, weights(engine), expected)
+            advance(engine, BEFORE, BEFORE + 1)

@@ -1,0 +1,28 @@
+"""Megatron: each case of cases/megatron*.py a test. They share their ranks, for Megatron takes long to import."""
+
+import pytest
+
+from tests.helpers.launcher import check, every_case, launch
+
+MODULES = ",".join(
+    f"{name}"
+    for name in (
+        "megatron_refusals",
+        "megatron",
+        "megatron_parallel",
+        "megatron_precision",
+        "nonfinite_megatron",
+        "agreement_megatron",
+        "megatron_checkpoints",
+        "megatron_overlap",
+        "megatron_program",
+        "engines",  # the last: DeepSpeed comes in here
+    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "case"), every_case(MODULES, 2, 1, 4))
+def test_megatron(world, case, directory):
+    launch(MODULES, 2, directory)  # saves the checkpoints that the others load
+    check(MODULES, world, case, directory)

@@ -1,0 +1,40 @@
+"""torchrun's restarts, on one machine and on two: the ranks find each other and not their dead predecessors.
+
+The whole program, killed and restarted, is in tests/end_to_end/test_pretrain_runs.py.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.launcher import REPO, environment
+from tests.helpers.processes import free_port
+
+SCRIPT = "tests/end_to_end/programs/restarts.py"
+
+
+def agents(notes, count):
+    """As many torchruns as there are machines, sharing two ranks; how each ended, and what they said."""
+    notes.mkdir()
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=a", f"--nnodes={count}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={2 // count}"]
+    command += ["--max-restarts=1", "--monitor-interval=0.3", SCRIPT, str(notes)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, cwd=REPO, env=environment(), **pipes) for _ in range(count)]
+    said = [agent.communicate(timeout=120)[0] for agent in started]
+    return [agent.returncode for agent in started], "\n".join(said)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_ranks_of_a_restart_meet_anew(machines, tmp_path):
+    notes = tmp_path / "notes"
+    codes, said = agents(notes, machines)
+    assert codes == [0] * machines, said[-3000:]
+    assert {path.name: path.read_text() for path in notes.glob("ended-*")} == {
+        "ended-1-rank-0": "4.0",
+        "ended-1-rank-1": "4.0",
+    }
+    counts = {(notes / f"start-1-rank-{rank}").read_text() for rank in (0, 1)}
+    # Each agent counts its own restarts: the count would be no name for a start of all of them.
+    assert counts == ({"1"} if machines == 1 else {"0", "1"})

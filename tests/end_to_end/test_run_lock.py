@@ -1,0 +1,73 @@
+"""A second job in the directory of a run is refused, until the first has ended, in whatever way."""
+
+import errno
+import fcntl
+import subprocess
+import sys
+import time
+
+import pytest
+
+from alto_distributed.pretrain.runtime import run_lock as occupied
+from tests.helpers.launcher import REPO, environment
+
+OCCUPY = """
+import sys, time
+from pathlib import Path
+from alto_distributed.pretrain.runtime.run_lock import lock_run
+lock_run(Path(sys.argv[1]), patience=0)
+print("mine", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def another_job(directory, seconds=60.0):
+    """A process that has taken the directory."""
+    command = [sys.executable, "-c", OCCUPY, str(directory), str(seconds)]
+    process = subprocess.Popen(command, cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "mine\n"
+    return process
+
+
+def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path):
+    first = another_job(tmp_path / "run")
+    with first:
+        with pytest.raises(
+            ValueError, match=rf"is another job's, which still runs \(process {first.pid} on .*, since "
+        ):
+            occupied.lock_run(tmp_path / "run", patience=0.3)
+        occupied.lock_run(tmp_path / "another", patience=0)
+        first.kill()
+    occupied.lock_run(tmp_path / "run", patience=0)
+    occupied.lock_run(tmp_path / "run", patience=0)  # it is this process's own
+    second = subprocess.run(
+        [sys.executable, "-c", OCCUPY, str(tmp_path / "run"), "0"],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert "is another job's" in second.stderr  # this one has it now
+
+
+def test_a_job_that_is_about_to_end_is_waited_for(tmp_path):
+    with another_job(tmp_path, seconds=1.0):
+        began = time.monotonic()
+        occupied.lock_run(tmp_path, patience=30)
+        assert 0.1 < time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(reason, tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(reason, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    with pytest.warns(UserWarning, match="has no locks"):
+        occupied.lock_run(tmp_path, patience=0)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(OSError, match="run"):
+        occupied.lock_run(tmp_path / "run")

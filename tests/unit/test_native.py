@@ -1,0 +1,542 @@
+"""The C kernel against the definition, the torch kernel and itself; and how it is built."""
+
+import itertools
+import math
+import multiprocessing
+import os
+import platform
+import stat
+import subprocess
+import sys
+import warnings
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import nn
+
+from alto_distributed import ALTO
+from alto_distributed.hyperparameters import Hyperparameters
+from alto_distributed.kernels import Coefficients, FlatShard, Span, chunked, kernel_for, reference
+from alto_distributed.kernels.cpu import build as native_build
+from alto_distributed.kernels.cpu import kernel as native
+from alto_distributed.kernels.shards import NO_RATIO
+from tests.helpers.launcher import REPO
+
+BLOCK = 16384  # of alto.c; test_blocks holds it to that
+STATES = ("exp_avg", "exp_avg_sq", "grad_ema")
+STEP_SIZES = torch.tensor([0.0123456789, 0.4, 1e-4], dtype=torch.float64)
+
+LARGE_BATCH = dict(alpha=-5.0, betas=(0.99, 0.9, 0.99))
+SMALL_BATCH = dict(alpha=0.5, betas=(0.01, 0.9, 0.99))
+FAR = dict(alpha=-80.0, betas=(0.99, 0.2, 0.3))  # every weight of a lerp beyond one half
+
+
+def a_piece(spans, *, param=torch.float32, grad=torch.float32, ema=True, k=7, offset=0, copy=False, **hyper):
+    """Random tensors that are NaN wherever no span is, starting ``offset`` elements into their storage."""
+    n = max(stop for _, stop, _ in spans) + 3
+    inside = torch.zeros(n, dtype=torch.bool)
+    for start, stop, _ in spans:
+        inside[start:stop] = True
+
+    def tensor(values, dtype=torch.float32):
+        storage = torch.full((n + offset,), math.nan, dtype=dtype)
+        storage[offset:] = torch.where(inside, values, math.nan).to(dtype)
+        return storage[offset:]
+
+    return FlatShard(
+        param=tensor(torch.randn(n), param),
+        grad=tensor(torch.randn(n), grad),
+        exp_avg=tensor(torch.randn(n)),
+        exp_avg_sq=tensor(torch.rand(n) + 1e-3),
+        grad_ema=tensor(torch.randn(n)) if ema else None,
+        spans=tuple(Span(*span) for span in spans),
+        coefficients=Coefficients.at_step(Hyperparameters(**hyper), k),
+        model_copy=torch.full((n,), math.nan, dtype=torch.bfloat16) if copy else None,
+    )
+
+
+def copied(piece):
+    """In storages with the same offset, so that alignment is the same."""
+
+    def copy(t):
+        return t.clone() if t._base is None else t._base.clone()[t.storage_offset() :]
+
+    tensors = {f.name: getattr(piece, f.name) for f in fields(piece)}
+    return replace(piece, **{name: copy(t) for name, t in tensors.items() if isinstance(t, torch.Tensor)})
+
+
+def run(kernel, pieces, step_sizes=STEP_SIZES):
+    pieces = [copied(piece) for piece in pieces]
+    sums = torch.zeros(2, len(step_sizes), dtype=torch.float64)
+    kernel.phase_one(pieces, sums)
+    kernel.phase_two(pieces, step_sizes)
+    return pieces, sums
+
+
+def same_bits(a, b):
+    whole = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
+    return torch.equal(a.contiguous().view(whole[a.dtype]), b.contiguous().view(whole[b.dtype]))
+
+
+def assert_agree(got, expected):
+    (pieces, sums), (references, expected_sums) = got, expected
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=0)
+    for piece, truth in zip(pieces, references, strict=True):
+        for name in ("param", *STATES, "model_copy"):
+            a, b = getattr(piece, name), getattr(truth, name)
+            if a is None:
+                continue
+            # Of two float32 values that were rounded differently one in a thousand falls to another bfloat16.
+            rtol = 8e-3 if a.dtype == torch.bfloat16 else 2e-6
+            torch.testing.assert_close(a, b, rtol=rtol, atol=2e-6, equal_nan=True)
+
+
+WITH_GAPS = [(0, 5, 0), (9, 1000, 1), (1001, 1001 + 2 * BLOCK + 77, 0), (40000, 40013, NO_RATIO), (40020, 40021, 2)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(LARGE_BATCH, id="large batch"),
+        pytest.param(SMALL_BATCH, id="small batch"),
+        pytest.param(FAR, id="far weights"),
+        pytest.param({**LARGE_BATCH, "weight_decay": 0.0}, id="no decay"),
+        pytest.param(dict(alpha=0.0, ema=False), id="LAMB"),
+        pytest.param(dict(alpha=0.0, ema=True), id="alpha 0, average kept"),
+        pytest.param({**LARGE_BATCH, "bias_correction": False}, id="vanilla"),
+        pytest.param({**LARGE_BATCH, "eps": 0.0, "k": 1}, id="first step, eps 0"),
+        pytest.param({**LARGE_BATCH, "lr": torch.tensor(0.03)}, id="lr in a tensor"),
+        pytest.param({**LARGE_BATCH, "grad": torch.bfloat16}, id="bf16 gradient"),
+        pytest.param({**LARGE_BATCH, "param": torch.bfloat16, "grad": torch.bfloat16}, id="bf16 parameter"),
+        pytest.param({**LARGE_BATCH, "offset": 1}, id="misaligned"),
+        pytest.param({**LARGE_BATCH, "copy": True}, id="model copy"),
+        pytest.param({**SMALL_BATCH, "param": torch.bfloat16, "copy": True, "offset": 3, "ema": True}, id="all of it"),
+    ],
+)
+def test_agrees_with_the_reference_over_spans_and_padding(options):
+    pieces = [a_piece(WITH_GAPS, **options), a_piece([(1, 300, 2)], **options)]
+    assert all(native.serves(piece) for piece in pieces)
+    got, expected = run(native, pieces), run(reference, pieces)
+    assert_agree(got, expected)
+    for piece, before in zip(got[0], pieces, strict=True):
+        outside = torch.ones(len(piece.param), dtype=torch.bool)
+        for start, stop, _ in piece.spans:
+            outside[start:stop] = False
+            assert not piece.param[start:stop].isnan().any()
+            assert (piece.exp_avg[start:stop] != before.exp_avg[start:stop]).float().mean() > 0.9
+        for name in ("param", *STATES, "model_copy"):
+            if getattr(piece, name) is not None:
+                assert getattr(piece, name)[outside].isnan().all()
+
+
+def test_every_length_around_the_boundaries_of_vectors_tiles_and_blocks():
+    lengths = [*range(1, 20), *(n + d for n in (512, BLOCK, 2 * BLOCK) for d in (-9, -1, 0, 1, 7, 8))]
+    for n in lengths:
+        pieces = [a_piece([(1, 1 + n, 0)], offset=n % 3, **LARGE_BATCH)]
+        assert_agree(run(native, pieces), run(reference, pieces))
+
+
+def test_many_random_pieces():
+    generator = torch.Generator().manual_seed(5)
+    kinds = itertools.product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (True, False))
+    pieces = []
+    for param, grad, ema in kinds:
+        ends = torch.randint(1, 3 * BLOCK, (8,), generator=generator).sort().values.tolist()
+        starts, stops = ends[0::2], ends[1::2]
+        slots = [0, NO_RATIO, 2, 0]
+        spans = [(a, b, s) for a, b, s in zip(starts, stops, slots, strict=True) if a < b]
+        pieces.append(a_piece(spans, param=param, grad=grad, ema=ema, **(LARGE_BATCH if ema else dict(alpha=0.0))))
+    assert_agree(run(native, pieces), run(reference, pieces))
+
+
+@pytest.mark.parametrize("options", [LARGE_BATCH, SMALL_BATCH, FAR, dict(alpha=0.0, ema=False)], ids=str)
+def test_states_have_the_bits_of_the_torch_kernel(options):
+    """So a run may change kernels without a seam, and flat shards may be cut anywhere: see alto.c."""
+    pieces = [a_piece(WITH_GAPS, **options)]
+    (ours,), (theirs,) = run(native, pieces)[0], run(chunked, pieces)[0]
+    for name in STATES:
+        if getattr(ours, name) is not None:
+            assert same_bits(getattr(ours, name), getattr(theirs, name)), name
+    assert_agree(run(native, pieces), run(chunked, pieces))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-30, 0.9 * chunked.SMALLEST_DIVISOR, chunked.SMALLEST_DIVISOR, 1e-4, 30.0])
+@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)], ids=["lr", "lr in a tensor"])
+def test_the_torch_kernel_divides_by_the_decay_and_agrees_all_the_same(decay, lr):
+    pieces = [a_piece(WITH_GAPS, **LARGE_BATCH, weight_decay=decay, lr=lr)]
+    step_sizes = STEP_SIZES / (1 + decay)  # a step of 12 times the weight would show nothing but rounding
+    assert_agree(run(chunked, pieces, step_sizes), run(reference, pieces, step_sizes))
+
+
+def test_the_same_bits_whatever_the_number_of_threads():
+    pieces = [a_piece([(0, 40 * BLOCK + 13, 0)], **LARGE_BATCH), a_piece([(1, 9 * BLOCK, 0)], **LARGE_BATCH)]
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(run(native, pieces))
+    finally:
+        torch.set_num_threads(before)
+    (first, first_sums), *others = results
+    for pieces, sums in others:
+        assert same_bits(sums, first_sums)
+        for a, b in zip(pieces, first, strict=True):
+            assert all(same_bits(getattr(a, name), getattr(b, name)) for name in ("param", *STATES))
+
+
+def test_the_bits_of_an_element_do_not_depend_on_its_place():
+    """A shard that begins elsewhere must update the elements it shares with another alike."""
+    whole = a_piece([(0, 5000, 0)], **LARGE_BATCH)
+    tensors = {name: getattr(whole, name)[3:4444] for name in ("param", "grad", *STATES)}
+    part = replace(whole, **tensors, spans=(Span(0, 4441, 0),))
+    ((a,), _), ((b,), _) = run(native, [whole]), run(native, [part])
+    assert all(same_bits(getattr(a, name)[3:4444], getattr(b, name)[:4441]) for name in ("param", *STATES))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_comes_through(bad):
+    for options in (LARGE_BATCH, SMALL_BATCH, dict(alpha=0.0, ema=False)):
+        pieces = [a_piece([(0, 1000, 0), (1000, 1100, 1)], **options)]
+        pieces[0].grad[[3, 517]] = bad
+        (got,), sums = run(native, pieces)
+        (truth,), expected = run(reference, pieces)
+        for name in ("param", *STATES):
+            if getattr(got, name) is not None:
+                assert torch.equal(getattr(got, name).isfinite(), getattr(truth, name).isfinite()), name
+        assert torch.equal(sums.isfinite(), expected.isfinite())
+        assert not sums[1, 0].isfinite()
+        assert sums[1, 1].isfinite()
+
+
+def test_sums_keep_their_digits():
+    n = 1 << 20
+    piece = a_piece([(0, n, 0)], **LARGE_BATCH)
+    _, sums = run(native, [piece])
+    exact = math.fsum((piece.param[:n].double() ** 2).tolist())
+    assert sums[0, 0].item() == pytest.approx(exact, rel=1e-14)
+    piece.param.mul_(1e-30)  # squares of these would be 0 in float32
+    assert run(native, [piece])[1][0, 0].item() == pytest.approx(exact * 1e-60, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_what_c_does_not_serve_goes_to_torch(dtype):
+    p, q = (nn.Parameter(torch.randn(700).to(dtype)) for _ in range(2))
+    other, another = (nn.Parameter(torch.ones(30)) for _ in range(2))
+    q.data.copy_(p)
+    a, b = ALTO([p, other], kernel="native"), ALTO([q, another], kernel="torch")
+    for _ in range(3):
+        p.grad, other.grad = torch.randn(700).to(dtype), torch.randn(30)
+        q.grad, another.grad = p.grad.clone(), other.grad.clone()
+        a.step(), b.step()
+    assert torch.equal(p, q)
+    torch.testing.assert_close(other, another, rtol=1e-6, atol=0)
+
+
+def test_tensors_without_memory_of_their_own_are_left_to_torch():
+    piece = a_piece([(0, 100, 0)], **LARGE_BATCH)
+    assert native.serves(piece)
+    for grad in (
+        torch.ones(()).expand(103),
+        torch.ones(103, device="meta"),
+        torch.randn(206)[::2],
+        torch._neg_view(torch.ones(103)),
+    ):
+        assert not native.serves(replace(piece, grad=grad))
+    (truth,), _ = run(reference, [replace(piece, grad=torch.ones(103))])
+    sums = torch.zeros(2, 3, dtype=torch.float64)
+    spread = replace(piece, grad=torch.ones(()).expand(103))
+    native.phase_one([spread], sums)
+    native.phase_two([spread], STEP_SIZES)
+    torch.testing.assert_close(spread.param[:100], truth.param[:100], rtol=1e-6, atol=1e-6)
+
+
+def test_fifty_steps_of_the_optimizer():
+    results = {}
+    for kernel in ("native", "torch", "reference"):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.LayerNorm(300), nn.Linear(300, 7))
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim == 2]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        optimizer = ALTO(groups, kernel=kernel, lr=0.02)
+        x = torch.randn(64, 40)
+        for _ in range(50):
+            optimizer.zero_grad()
+            (model(x) - x[:, :7].sin()).square().mean().backward()
+            optimizer.step()
+        results[kernel] = [p.detach() for p in model.parameters()]
+    for kernel in ("native", "torch"):
+        for a, b in zip(results[kernel], results["reference"], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_model_copies_follow_their_parameters(kernel, dtype):
+    p, alone = nn.Parameter(torch.randn(30, 40).to(dtype)), nn.Parameter(torch.ones(5))
+    model = nn.Linear(40, 30, dtype=torch.bfloat16)
+    optimizer = ALTO([p, alone], kernel=kernel)
+    optimizer.set_model_copies({p: model.weight})
+    for _ in range(2):
+        p.grad, alone.grad = torch.randn(30, 40).to(dtype), torch.ones(5)
+        optimizer.step()
+        assert torch.equal(model.weight, p.to(torch.bfloat16))
+
+
+def test_model_copies_that_do_not_fit_are_refused():
+    p = nn.Parameter(torch.ones(4, 6))
+    optimizer = ALTO([p])
+    for copies, message in (
+        ({p: torch.ones(4, 6)}, "must be bfloat16, not torch.float32"),
+        ({p: torch.ones(6, 4).bfloat16()}, r"of \(6, 4\) for Parameter of \(4, 6\)"),
+        ({p: torch.ones(6, 4).bfloat16().T}, "laid out in memory like it"),
+        ({p: torch.ones(4, 6, device="meta").bfloat16()}, "on its parameter's device"),
+        ({torch.ones(4, 6): torch.ones(4, 6).bfloat16()}, "no parameter here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.set_model_copies(copies)
+
+
+# -- building ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(monkeypatch, tmp_path):
+    """What a fresh process would find, in this one."""
+    monkeypatch.delenv("CC", raising=False)
+
+    def found(**environment):
+        for name, value in {"ALTO_CACHE_DIR": str(tmp_path / "cache"), **environment}.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        return native_build.library()
+
+    return found
+
+
+@pytest.fixture
+def _forgotten():
+    """As in a process that has not looked for the library yet; and again afterwards."""
+    native._library.cache_clear(), native.available.cache_clear()
+    yield
+    native._library.cache_clear(), native.available.cache_clear()
+
+
+def test_many_processes_build_at_once_and_leave_one_private_library(build, tmp_path):
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(4)
+
+    def one_rank():
+        together.wait()
+        sys.exit(0 if build().alto_span_size() == native.SPAN.size else 1)
+
+    ranks = [context.Process(target=one_rank) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    (library,) = (tmp_path / "cache").iterdir()
+    for path in (tmp_path / "cache", library):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_what_was_built_needs_no_compiler_and_is_built_anew_if_damaged(build, tmp_path):
+    path = os.environ["PATH"]
+    build()
+    (library,) = (tmp_path / "cache").iterdir()
+    made = library.stat()
+    build(PATH="")
+    assert library.stat().st_mtime_ns == made.st_mtime_ns
+    content = library.read_bytes()
+    library.unlink()
+    library.write_bytes(content[:3000])  # the disk was full; the loader would die of it
+    library.chmod(0o700)
+    with pytest.raises(ValueError, match="no C compiler"):
+        build(PATH="")
+    build(PATH=path)
+    assert library.stat().st_size == made.st_size
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_without_a_compiler_there_is_one_warning_and_the_torch_kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("ALTO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    p = nn.Parameter(torch.ones(3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer = ALTO([p], kernel="auto")
+            for _ in range(2):
+                p.grad = torch.ones(3)
+                optimizer.step()
+    (warning,) = caught
+    assert "C kernel is not available" in str(warning.message)
+    assert "no C compiler was found: install one" in str(warning.message)
+    assert kernel_for("auto", torch.device("cpu")) is chunked
+    with pytest.raises(
+        ValueError, match=r'"native" cannot be had: no C compiler was found.* use kernel="torch"'
+    ) as info:
+        ALTO([p], kernel="native")
+    assert isinstance(info.value, RuntimeError)
+    ALTO([p], kernel="torch")
+
+
+def test_a_compiler_that_fails_or_lies_or_is_not_there(build, tmp_path):
+    for name, body, message in (
+        ("fails", "echo nonsense on line 3 >&2; exit 1", "fails failed on alto.c: nonsense on line 3"),
+        ("lies", "exit 0", "lies failed on alto.c: .*file too short"),
+    ):
+        compiler = tmp_path / name
+        compiler.write_text(f"#!/bin/sh\n{body}\n")
+        compiler.chmod(0o755)
+        with pytest.raises(native_build.NativeUnavailable, match=message):
+            build(CC=str(compiler))
+    with pytest.raises(ValueError, match="CC='no-such-cc -m64' names was not found"):
+        build(CC="no-such-cc -m64")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_does_not_know_this_cpu(build, tmp_path):
+    compiler = tmp_path / "old"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *=native*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    assert build(CC=str(compiler)).alto_span_size() == native.SPAN.size
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other CPUs have one width")
+def test_the_same_bits_whatever_the_width_of_vectors(build, monkeypatch):
+    """Ranks on different CPUs, or a run that moves to another, must agree."""
+    lengths = (5 * BLOCK + 13, 24, 17, 9, 8, 7)
+    options = (LARGE_BATCH, dict(alpha=0.0, ema=False), {**LARGE_BATCH, "grad": torch.bfloat16})
+    pieces = [a_piece([(1, 1 + n, i % 3)], **each) for i, n in enumerate(lengths) for each in options]
+    first, first_sums = run(native, pieces)
+    for narrower in ("-mno-avx512f", "-mno-avx512f -mprefer-vector-width=128"):
+        loaded = build(CC=f"cc {narrower}")
+        monkeypatch.setattr(native, "_library", lambda loaded=loaded: loaded)
+        again, sums = run(native, pieces)
+        assert same_bits(sums, first_sums)
+        for a, b in zip(again, first, strict=True):
+            assert all(same_bits(getattr(a, name), getattr(b, name)) for name in ("param", "exp_avg", "exp_avg_sq"))
+
+
+def test_a_cache_that_others_could_write_to_is_refused(build, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(ValueError, match=r"can be written to by others \(chmod go-w"):
+        build()
+    (tmp_path / "cache").chmod(0o700)
+    build()
+    (library,) = (tmp_path / "cache").iterdir()
+    library.chmod(0o722)
+    with pytest.raises(PermissionError, match="can be written to by others"):
+        build()
+
+
+def test_a_cache_of_somebody_else_is_refused(build, tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ValueError, match="belongs to another user"):
+        build()
+
+
+def test_without_a_home_the_library_is_built_for_the_process(build, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    loaded = build(ALTO_CACHE_DIR=None, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert loaded.alto_span_size() == native.SPAN.size
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ValueError, match="ALTO_CACHE_DIR=.* cannot be used"):
+        build(ALTO_CACHE_DIR=str(tmp_path / "file"))
+
+
+def test_blocks():
+    assert native._found().alto_block() == BLOCK
+    assert kernel_for("auto", torch.device("cpu")) is native
+    assert kernel_for("auto", torch.device("cuda")) is chunked
+
+
+def test_a_step_after_a_fork(monkeypatch):
+    """A pool of threads would be gone in the child, and its first step would wait for ever."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    pieces = [a_piece([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]
+    again = [copied(piece) for piece in pieces]
+    (expected,), _ = run(native, pieces)
+    sums = torch.zeros(2, 3, dtype=torch.float64)
+    child = os.fork()
+    if child == 0:
+        native.phase_one(again, sums)
+        native.phase_two(again, STEP_SIZES)
+        same = bytes(memoryview(again[0].param.numpy())) == bytes(memoryview(expected.param.numpy()))
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+WITHOUT_THREADS = """
+import resource, sys, threading, torch
+from alto_distributed.kernels.cpu import kernel as native
+from tests.unit.test_native import BLOCK, LARGE_BATCH, a_piece, run
+torch.manual_seed(0)
+pieces = [a_piece([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]
+torch.get_num_threads = lambda: 3
+native._found()
+if sys.argv[1] == "none":
+    size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 2**22, resource.RLIM_INFINITY))  # less than a stack
+    run.__globals__["copied"] = lambda piece: piece
+    try:
+        threading.Thread(target=print).start()
+        sys.exit("a thread could be started")
+    except RuntimeError:
+        pass
+(piece,), sums = run(native, pieces)
+print(sums.tolist(), piece.param.double().sum().item(), piece.grad_ema.double().sum().item())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+def test_threads_that_cannot_be_started_leave_their_share_to_the_others():
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", WITHOUT_THREADS, threads], cwd=REPO, capture_output=True, text=True, check=True
+        )
+        for threads in ("some", "none")
+    ]
+    assert said[0].stdout == said[1].stdout != ""
+
+
+def test_phase_two_works_on_the_pieces_it_is_given():
+    """It uses what phase one has prepared if that is given, and prepares anew if not. Two steps may cross."""
+    first, second = (a_piece([(0, 700, 0)], **LARGE_BATCH) for _ in range(2))
+    expected = [run(native, [piece])[0][0].param for piece in (first, second)]
+    sums = torch.zeros(2, 3, dtype=torch.float64)
+    one, other = copied(first), copied(second)
+    prepared = native.phase_one([one], sums)
+    native.phase_one([other], sums)
+    native.phase_two([one], STEP_SIZES, prepared)
+    native.phase_two([other], STEP_SIZES)
+    assert same_bits(one.param, expected[0])
+    assert same_bits(other.param, expected[1])
+
+
+def test_one_thread_for_many_elements_is_told_once(monkeypatch):
+    """torchrun sets OMP_NUM_THREADS=1, and nobody notices that steps of offloaded states take many times as long."""
+    monkeypatch.setattr(native, "_MANY", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    native._warn_of_one_thread.cache_clear()
+    p = torch.ones(101)
+    p.grad = torch.ones(101)
+    optimizer = ALTO([p], kernel="native")
+    with pytest.warns(UserWarning, match=r"more than 100 elements on one thread, and this process may use 8 cores"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    native._warn_of_one_thread.cache_clear()

@@ -1,0 +1,98 @@
+"""Promises about the repository itself: the README's commands, what importing needs, where imports stand."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.helpers.launcher import REPO
+
+PACKAGE = REPO / "alto_distributed"
+MODULES = sorted(PACKAGE.glob("**/*.py"))
+
+
+def command(mark):
+    """The one line of the README's shell blocks that ends in ``# mark``."""
+    blocks = re.findall(r"```sh\n(.*?)```", (REPO / "README.md").read_text(), re.S)
+    (line,) = [line for block in blocks for line in block.splitlines() if line.rstrip().endswith(f"# {mark}")]
+    return line.split("#")[0].split()
+
+
+def test_the_readme_has_its_two_commands_and_ci_runs_the_second():
+    for mark in ("run", "test"):
+        shell, script = command(mark)
+        assert shell == "bash"
+        assert (REPO / script).exists()
+    assert " ".join(command("test")) in (REPO / ".ci/run").read_text()
+
+
+def test_the_run_command_has_a_dry_run():
+    environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable}
+    done = subprocess.run(command("run"), cwd=REPO, env=environment, capture_output=True, text=True, check=True)
+    prepare, train, *plan = done.stdout.splitlines()
+    assert "alto_distributed prepare" in prepare
+    assert "--nproc-per-node 2 -m alto_distributed pretrain --config configs/gpt2-tiny.yaml" in train
+    assert "2 data-parallel = 64 samples" in "\n".join(plan)
+
+
+def test_importing_needs_torch_alone():
+    others = ["deepspeed", "megatron", "mpi4py", "triton", "transformers", "tokenizers", "apex", "ALTO", "E"]
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({others}))"
+    use = "from alto_distributed import ALTO, E, param_groups, recipe"
+    heavy = "sys.exit('torch.distributed.tensor' in sys.modules and 'DTensor was imported in vain')"
+    subprocess.run([sys.executable, "-c", f"{blocked}; {use}; {heavy}"], cwd=REPO, check=True)
+
+
+def test_the_only_dependency_is_torch_and_nobody_lists_apex():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert [re.split(r"[^\w-]", d)[0] for d in project["dependencies"]] == ["torch"]
+    extras = project["optional-dependencies"]
+    assert {"deepspeed", "megatron", "mpi", "gpu", "pretrain", "dev"} <= set(extras)
+    pinned = (REPO / "constraints.txt").read_text()
+    listed = [requirement for extra in extras.values() for requirement in extra]
+    assert not re.search(r"^apex", "\n".join([pinned, *listed]), re.M)
+    assert "torch==2.13.0" in pinned
+
+
+def required(extras):
+    """The names of all that this package with some extras needs here."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    found = {}
+    for line in [
+        *project["dependencies"],
+        *(line for extra in extras for line in project["optional-dependencies"][extra]),
+    ]:
+        _add_required(Requirement(line), found)
+    return found
+
+
+def _add_required(wanted, found):
+    name, extras = canonicalize_name(wanted.name), {"", *wanted.extras}
+    if not found.get(name, set()).issuperset(extras):
+        found.setdefault(name, set()).update(extras)
+        for needed in map(Requirement, importlib.metadata.requires(name) or ()):
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                _add_required(needed, found)
+
+
+def test_whatever_the_readmes_commands_install_is_pinned_and_nothing_else():
+    """What is not pinned is not audited, and another one tomorrow."""
+    pins = (line.partition("==") for line in (REPO / "constraints.txt").read_text().splitlines() if line[:1] != "#")
+    pinned = {canonicalize_name(name) for name, _, version in pins if version}
+    needed = set(required(["dev"]))
+    # Builds of torch for GPUs bring these.
+    assert {name for name in needed - pinned if not name.startswith(("nvidia-", "cuda-"))} == set()
+    assert pinned - needed == set()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_has_an_assert(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Assert), f"line {node.lineno}: an assert vanishes under python -O"
