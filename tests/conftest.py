@@ -37,7 +37,10 @@ def pytest_collection_modifyitems(items):
 
 
 def group_by_ranks(items):
-    """With ``--dist loadgroup``: tests that share ranks or their files go to one worker, others by file."""
+    """With ``--dist loadgroup``: tests that share ranks or their files go to one worker, others by file.
+
+    Unless a test has a mark of its own, which it may have if it uses no fixture of its file.
+    """
     groups = {}  # (path, launch) -> the first of its group
     for item in items:
         if case := case_of(item):
@@ -47,6 +50,8 @@ def group_by_ranks(items):
                     key: case.launch for key, first in groups.items() if key[0] == item.path and first in together
                 }
     for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
         case = case_of(item)
         first = groups[item.path, case.launch] if case else None
         name = item.path.stem if first is None else f"{item.path.stem} {list(groups).index((item.path, first))}"

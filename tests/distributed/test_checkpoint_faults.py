@@ -22,7 +22,7 @@ def test_killed_while_it_saves(engine, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "tests.end_to_end.programs.checkpoint_faults",
+        "tests.distributed.programs.checkpoint_faults",
         engine,
         str(tmp_path / "run"),
         str(count),

@@ -117,7 +117,7 @@ def test_the_training_program(engine, tokens, tmp_path):
     """Stopped and resumed on two devices, it has the losses of two CPU ranks that nothing happened to."""
     run([*torchrun(2), *arguments(engine, tokens, tmp_path / "cpu", *SETTINGS)])
     job = arguments(engine, tokens, tmp_path / "device", *SETTINGS)[len(ENTRIES[engine]) :]
-    command = [*torchrun(2), str(REPO / "tests" / "end_to_end" / "programs" / "pretrain_on_pretend.py"), *job]
+    command = [*torchrun(2), str(REPO / "tests" / "distributed" / "programs" / "pretrain_on_pretend.py"), *job]
     # Some schedulers show each rank its own device only. DeepSpeed takes the local rank for the device's number.
     visible = {"PRETEND_DEVICES": "1"} if engine == "megatron" else {}
     run([*command, "--stop-at", str(STOP)], device="pretend")

@@ -115,6 +115,8 @@ def rank_process(process, rank):
     return found
 
 
+#: Two micro-batches a step on two ranks, for runs that are not compared with the golden one.
+SMALL = ["training.global_batch=16", "training.micro_batch=4"]
 #: What no log, report or checkpoint may show.
 SECRETS = dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD"), "canary-6d1f")
 
@@ -194,10 +196,11 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, tokens, tmp_
     assert records(into)[-1]["valid_loss"] == records(folder / engine)[-1]["valid_loss"]
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 def test_stopped_between_evaluations_in_bf16_and_resumed(tokens, tmp_path):
     """Megatron gathers the weights of a step in the forward pass after it, and here there is none before the save."""
-    settings = ["training.precision=bf16", "training.iterations=8", "evaluation.every=0", "checkpoints.every=4"]
+    settings = ["training.precision=bf16", "training.iterations=8", "evaluation.every=0", "checkpoints.every=4", *SMALL]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     # Without overlap, weights are whole after every step.
     run([*torchrun(2), *arguments("megatron", tokens, whole, *settings, "megatron.overlap=false")])
@@ -227,12 +230,14 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, toke
     assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", everyday("deepspeed"))
 def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, tokens, tmp_path):
     """Stopped by SIGSTOP: it is there, holds its connections, and never answers."""
     into, seconds = tmp_path / "run", 12
-    command = [sys.executable, *arguments(engine, tokens, into, f"training.timeout={seconds}", "evaluation.every=0")]
+    more = [f"training.timeout={seconds}", "evaluation.every=0", *SMALL]
+    command = [sys.executable, *arguments(engine, tokens, into, *more)]
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     other = {**meet, "RANK": "1", "LOCAL_RANK": "1"}
     with subprocess.Popen(command, cwd=REPO, env=environment(**other), stdout=subprocess.DEVNULL) as hanging:
@@ -288,12 +293,14 @@ def test_resumed_in_another_layout(layout, whole, tokens, tmp_path):
     assert list(losses(into).values()) == pytest.approx(list(losses(folder / "megatron").values()), rel=1e-5)
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 def test_asked_to_end_it_saves_first_and_keeps_so_many(tokens, tmp_path):
     """SIGTERM to every process, as a scheduler sends it; in bf16, with TensorBoard."""
     into = tmp_path / "run"
     more = ["training.precision=bf16", "training.iterations=100000", "schedule.warmup=0", "logs.tensorboard=true"]
     more += ["checkpoints.every=2", "checkpoints.keep=3", "evaluation.every=0", "model.sequence=512"]
+    more += ["training.global_batch=2", "training.micro_batch=1"]
     output = start_and_signal([*torchrun(1), *arguments("deepspeed", tokens, into, *more)], into, signal.SIGTERM, 6)
     assert "there will be no test at the end: model.sequence=512 needs 513 tokens" in output  # and it goes on
     last = records(into)[-1]["step"]
@@ -304,12 +311,13 @@ def test_asked_to_end_it_saves_first_and_keeps_so_many(tokens, tmp_path):
     assert list((into / "tensorboard").glob("events*"))
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 def test_optimizers_are_compared_from_the_same_start(tokens, tmp_path):
     into = tmp_path / "compared"
     command = [sys.executable, "-m", "alto_distributed", "compare", "--config", "configs/gpt2-tiny.yaml"]
     command += ["--ranks", "1", "--into", str(into), "--optimizers", "alto", "adamw:lr=1e-3,weight_decay=0.1"]
-    said = run([*command, f"data.directory={tokens}", *SETTINGS, "training.iterations=6", "evaluation.every=0"])
+    said = run([*command, f"data.directory={tokens}", *SETTINGS, *SMALL, "training.iterations=6", "evaluation.every=0"])
     runs = [into / "alto", into / "adamw-lr=1e-3-weight_decay=0.1"]
     curves = [losses(path) for path in runs]
     assert curves[0][1] == curves[1][1]  # the same weights and batch

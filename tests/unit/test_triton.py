@@ -1,7 +1,7 @@
 """The Triton kernels: their numbers on the CPU in Triton's interpreter, their code for GPUs that are not here.
 
 Triton decides at its import whether to interpret, so both run in processes of their own: one for all checks of the
-numbers (end_to_end/programs/triton_checks.py), one for all compilations (end_to_end/programs/triton_compile.py).
+numbers (unit/programs/triton_checks.py), one for all compilations (unit/programs/triton_compile.py).
 """
 
 import ast
@@ -27,7 +27,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 CHECKS = [
     node.name
-    for node in ast.parse((REPO / "tests/end_to_end/programs/triton_checks.py").read_text()).body
+    for node in ast.parse((REPO / "tests/unit/programs/triton_checks.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_") and node.name != "check_step"
 ]
 CUDA = ("sm_80", "sm_90", "sm_100")
@@ -35,10 +35,10 @@ BUILDS = [*((target, "float32") for target in (*CUDA, "gfx942")), ("sm_90", "bfl
 
 
 def run(module, directory, *arguments, **environment):
-    """Run a script of tests/end_to_end/programs that leaves a JSON file, and read it."""
+    """Run a script of tests/unit/programs that leaves a JSON file, and read it."""
     output = directory / f"{module}.json"
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.end_to_end.programs.{module}", str(output), *arguments],
+        [sys.executable, "-m", f"tests.unit.programs.{module}", str(output), *arguments],
         cwd=REPO,
         env={**os.environ, "PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(directory / "cache"), **environment},
         capture_output=True,

@@ -168,7 +168,7 @@ def case_no_replica_is_summed(setting):
     check_norms(Job(layerwise="all"), setting)
 
 
-@worlds(2, 4)
+@worlds(2, exhaustive=(4,))
 @each({"data parallel": Layout(), "tensor parallel": Layout(tensor=2)})
 def case_without_the_reduction_of_norms_the_comparison_fails(setting):
     """The negative control: each rank takes its shard for the parameter."""

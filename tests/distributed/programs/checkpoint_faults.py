@@ -1,6 +1,6 @@
 """Kill ranks with SIGKILL while they save, again and again, and see that what they had saved can be loaded.
 
-    python -m tests.end_to_end.programs.checkpoint_faults ENGINE DIRECTORY TRIALS SEED
+    python -m tests.distributed.programs.checkpoint_faults ENGINE DIRECTORY TRIALS SEED
 
 Two ranks, real processes over gloo, load the newest checkpoint, compare it with what was saved, and then do nothing but
 save. They are forked from this process, which has imported everything, so that a trial costs a fraction of a second.

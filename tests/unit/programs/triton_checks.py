@@ -3,7 +3,7 @@
 Whether Triton interprets its kernels or compiles them is settled when it is imported, so this cannot be done
 in pytest's process. One run does all checks and notes the outcome of each:
 
-    TRITON_INTERPRET=1 python -m tests.end_to_end.programs.triton_checks OUTCOMES.json [DEVICE]
+    TRITON_INTERPRET=1 python -m tests.unit.programs.triton_checks OUTCOMES.json [DEVICE]
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that are not here, and note what came out; run by tests/unit/test_triton.py.
 
-python -m tests.end_to_end.programs.triton_compile FACTS.json        without TRITON_INTERPRET
+python -m tests.unit.programs.triton_compile FACTS.json        without TRITON_INTERPRET
 """
 
 import json
