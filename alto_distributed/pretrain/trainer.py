@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..diagnostics import Reading
+from ..sharding.rank_sync import run_on_rank0
 from .checkpoint.manager import Checkpoints
 from .config.settings import Run
 from .data import files
@@ -23,7 +24,6 @@ from .engines.base import Engine, build
 from .memory.usage import peak
 from .metrics import Log
 from .runtime.launch_env import any_rank, read_launch_env, wait_at_most
-from .runtime.rank_sync import run_on_rank0
 from .runtime.rendezvous import rendezvous_again
 from .runtime.run_lock import PATIENCE, lock_run
 from .schedule import learning_rate

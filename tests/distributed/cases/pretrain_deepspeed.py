@@ -180,7 +180,7 @@ def case_repeats_and_resumes_bit_for_bit(directory):
             assert again == first, label
             assert_same(f"{label}, again", weights(engine), at_end)
         with engine_of(run) as engine:
-            engine.load(directory / label)
+            engine.load(directory / label, 2)
             assert_same(f"{label}, loaded", weights(engine), at_save)
             assert advance(engine, run, 3, 8, repeated=True) == first[3:], label
             assert_same(f"{label}, resumed", weights(engine), at_end)
@@ -318,7 +318,7 @@ def case_refusals(directory):
         with pytest.raises(ValueError, match="1 micro-batches, and a step of this run has 2 on each rank"):
             engine.train(mine(tokens_of(0), 4)[:1], 0.1)
         with pytest.raises(ValueError, match="holds no finished checkpoint of the DeepSpeed engine"):
-            engine.load(directory / "nothing")
+            engine.load(directory / "nothing", 2)
         engine.save(directory / "refused")
     others = {
         "zero_stage 2, and this run has 1": run_of(1),
@@ -327,7 +327,7 @@ def case_refusals(directory):
     }
     for message, run in others.items():
         with engine_of(run) as engine, pytest.raises(ValueError, match=message):
-            engine.load(directory / "refused")
+            engine.load(directory / "refused", 2)
 
 
 @worlds(2)
@@ -341,7 +341,7 @@ def case_settings_of_the_run_win_over_the_checkpoint(directory):
         settings = run_of(stage, alpha=-3.0).as_dict()
         settings["training"]["clip"], settings["optimizer"]["weight_decay"] = 0.25, 0.2
         with engine_of(parse(settings)) as engine:
-            engine.load(folder)
+            engine.load(folder, 2)
             groups = engine._engine.basic_optimizer.param_groups
             assert [(group["weight_decay"], group["alpha"]) for group in groups] == [(0.2, -3.0), (0.0, -3.0)]
             assert engine._engine.optimizer.clip_grad == 0.25
@@ -382,7 +382,7 @@ def case_another_world_goes_on(directory):
         unfinished.mkdir(parents=True)
         for _ in range(2 if stage == 2 else 1):  # the second finds the first one's conversion
             with engine_of(run) as engine:
-                engine.load(folder)
+                engine.load(folder, 2)
                 got = advance(engine, run, BEFORE, BEFORE + AFTER)
                 far = [abs(a - b) for (a, _), (b, _) in zip(got, expected, strict=True)]
                 assert max(far) < (1e-2 if precision == "bf16" else 1e-5), (stage, precision, name, far)
@@ -390,7 +390,7 @@ def case_another_world_goes_on(directory):
         assert stage == 0 or (folder / "universal").is_dir()
     assert all(far < (0.05 if "bf16" in key else 1e-3) for key, far in gaps.items()), gaps
     with engine_of(run_of(1, name="lion")) as engine, pytest.raises(ValueError, match="do not hold the states of lion"):
-        engine.load(directory / "moved 1 fp32 lion")
+        engine.load(directory / "moved 1 fp32 lion", 2)
 
 
 @worlds(1)
