@@ -22,6 +22,7 @@ from .config import settings as config
 from .config.settings import Run
 from .memory import estimate
 from .memory import usage as memory
+from .optimizers import arguments
 
 #: What every run imports sooner or later, the figure at its end included; and what each engine does.
 _NEEDED = ("matplotlib", "numpy", "tqdm", "transformers")
@@ -97,6 +98,7 @@ def _settings(options: argparse.Namespace) -> Run:
     if name and name != run.optimizer.name:
         named = [f"optimizer={{name: {name}}}"]
         run = config.load(options.config, [*named, *overrides])
+    arguments(run)  # refuses an optimizer or options that do not exist
     return run
 
 

@@ -128,7 +128,6 @@ class Batches:
     def __init__(self, run: Run, engine: Engine) -> None:
         self._run = run
         self._rank = engine.data_parallel_rank, engine.data_parallel_size
-        run.accumulation(engine.data_parallel_size)  # refuses what does not divide, before anything is read
         if run.data.verify:
             run_on_rank0(lambda: files.verify(run.data.directory, *files.SPLITS))
         self._splits = {split: self._samples(split) for split in ("train", "valid")}

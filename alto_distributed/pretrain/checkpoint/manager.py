@@ -25,6 +25,7 @@ from ...sharding.rank_sync import run_on_every_rank, run_on_rank0
 from ..config.parsing import parse_json
 from ..config.settings import Run
 from ..engines.base import Engine
+from ..integrity import sync
 from ..memory.usage import parameter_count
 from . import manifest
 from .io import Written
@@ -136,7 +137,7 @@ class Checkpoints:
             raise OSError(f"{beside} is not as it was written: {problem}")
         manifest.write(beside, whole)
         beside.rename(final)
-        manifest.sync_directory(self.directory)
+        sync(self.directory)
         for old in self._beyond(self.run.checkpoints.keep):
             unnamed = old.path.with_name(f".{old.path.name}.deleted")
             with contextlib.suppress(OSError):  # the new one is there all the same, and the next save tries again

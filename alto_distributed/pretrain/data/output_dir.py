@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .. import integrity
 from ..runtime.file_lock import Timeout, take
 from . import files, tokenizer
 from .files import MANIFEST, SPLITS, UNFINISHED
@@ -95,11 +96,11 @@ def _keep_finished(folder: Path, request: dict[str, Any], force: bool) -> None:
         finished = path.name.startswith("part-") or path.name == tokenizer.SAVED_AS
         if path.name != _LOCK and not (finished and earlier == request):
             path.unlink()
-    files.write_json(folder / _REQUEST, request)
+    integrity.write_json(folder / _REQUEST, request)
 
 
 def publish(folder: Path, output: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
     """Move finished files to where they belong; the manifest, which makes the directory complete, comes last."""
     for name in names:
         (folder / name).replace(output / name)
-    files.write_json(output / MANIFEST, manifest)
+    integrity.write_json(output / MANIFEST, manifest)

@@ -173,7 +173,7 @@ def watch(board, rank, victims, point, after):
     Checkpoints._beyond = entering("retention", Checkpoints._beyond)
     manifest.write = entering("manifest", manifest.write)
     Checkpoints.save = entering("begun", Checkpoints.save)
-    rmtree, rename, sync = shutil.rmtree, Path.rename, manifest.sync_directory
+    rmtree, rename, sync = shutil.rmtree, Path.rename, module.sync
 
     def watched_rename(path, target):
         enter("rename" if path.name.endswith(".partial") else "retention")
@@ -192,7 +192,7 @@ def watch(board, rank, victims, point, after):
             enter("deleting")
         return rmtree(path, *args, **kwargs)
 
-    Path.rename, module.shutil.rmtree, manifest.sync_directory = watched_rename, watched_rmtree, watched_sync
+    Path.rename, module.shutil.rmtree, module.sync = watched_rename, watched_rmtree, watched_sync
     return enter, done
 
 
