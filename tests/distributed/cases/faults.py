@@ -200,6 +200,6 @@ def case_the_loop_skips_and_stops(directory):
         skips.skips_and_stops(
             run,
             lambda run: stack.enter_context(engine_of(run)),
-            lambda engine: list(engine.module.parameters())[-1],
+            lambda engine: list(engine._engine.module.parameters())[-1],
             directory / "skips",
         )

@@ -87,7 +87,7 @@ def rate(run, step):
 def weights(engine):
     """Whole float32 weights by name; DeepSpeed's master copies if there are any."""
     out = {}
-    for name, p in engine.module.named_parameters():
+    for name, p in engine._engine.module.named_parameters():
         if engine._engine.zero_optimization():
             out[name] = safe_get_full_fp32_param(p).cpu().clone()
         else:
@@ -195,7 +195,7 @@ def case_recomputation_changes_no_bit():
             run = run_of(stage, dropout=0.1)
             run = parse({**run.as_dict(), "training": {**run.as_dict()["training"], "recompute": recompute}})
             with engine_of(run) as engine:
-                modules = engine.module.modules()
+                modules = engine._engine.module.modules()
                 assert recompute == any(getattr(module, "gradient_checkpointing", False) for module in modules)
                 results.append((advance(engine, run, 0, 3), weights(engine)))
         assert results[0][0] == results[1][0], stage
@@ -290,7 +290,7 @@ def case_evaluation_does_not_depend_on_micro_batches():
         with engine_of(run_of(stage, dropout=0.5)) as engine:
             for micro in (1, 4, 5, 12):  # 5, 5 and 2
                 assert engine.evaluate(mine(tokens, micro)) == pytest.approx(expected, abs=1e-6), (stage, micro)
-            assert engine.module.training
+            assert engine._engine.module.training
 
 
 @worlds(2)

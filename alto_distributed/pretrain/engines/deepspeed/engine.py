@@ -98,12 +98,6 @@ class DeepSpeedTraining:
             raise ValueError('remove "checkpoint": {"writer": ...} from the DeepSpeed JSON: a checkpoint must be on '
                              "disk when save() returns")  # fmt: skip
 
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model; under ZeRO stage 3 its parameters are gathered only while it runs."""
-        module: torch.nn.Module = self._engine.module
-        return module
-
     def train(self, micro_batches: Sequence[torch.Tensor], lr: float) -> Step:
         engine, wanted = self._engine, self._accumulation
         if len(micro_batches) != wanted:
