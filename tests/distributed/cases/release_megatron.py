@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 from tests.helpers.releases import without_managed_memory
 
 without_managed_memory()  # before Megatron's import
@@ -18,33 +18,41 @@ RUNS = {
 }
 
 
-@worlds(2)
-def case_sharded_is_unsharded():
-    check_parity("distributed optimizer")
-    check_parity("buckets", overlap=True, bucket_size=3000)
-    check_parity("replicated", distributed=False)
-    check_parity("tensor parallel", Job(), Layout(tensor=2))
-    check_parity("pipeline parallel", Job(), Layout(pipeline=2))
+CELLS = {
+    "distributed optimizer": (Layout(), {}),
+    "buckets": (Layout(), {"overlap": True, "bucket_size": 3000}),
+    "replicated": (Layout(), {"distributed": False}),
+    "tensor parallel": (Layout(tensor=2), {}),
+    "pipeline parallel": (Layout(pipeline=2), {}),
+}
 
 
 @worlds(2)
-def case_a_resumed_run_is_bitwise_the_same(directory):
-    for label, run in RUNS.items():
-        with checkpoints.engine_for(run) as engine:
-            engine.assert_straddles()
-            checkpoints.advance(engine, 0, 3)
-            for kind in run.formats:
-                checkpoints.save(engine, directory / label / kind, kind)
-            at_save = checkpoints.picture(engine, run)
-            checkpoints.advance(engine, 3, 6)
-            at_end = checkpoints.picture(engine, run)
-        assert not torch.equal(at_save["steps"], at_end["steps"])
+@each(CELLS)
+def case_sharded_is_unsharded(label, setting):
+    layout, options = setting
+    check_parity(label, Job(), layout, **options)
+
+
+@worlds(2)
+@each(RUNS)
+def case_a_resumed_run_is_bitwise_the_same(directory, label, setting):
+    run = setting
+    with checkpoints.engine_for(run) as engine:
+        engine.assert_straddles()
+        checkpoints.advance(engine, 0, 3)
         for kind in run.formats:
-            with checkpoints.engine_for(run) as engine:
-                with torch.no_grad():
-                    for _, p in engine.named_parameters():
-                        p.add_(0.5)  # for those that are loaded to show
-                checkpoints.load(engine, directory / label / kind, kind)
-                checkpoints.assert_same(f"{label}, {kind}, loaded", checkpoints.picture(engine, run), at_save)
-                checkpoints.advance(engine, 3, 6)
-                checkpoints.assert_same(f"{label}, {kind}, resumed", checkpoints.picture(engine, run), at_end)
+            checkpoints.save(engine, directory / label / kind, kind)
+        at_save = checkpoints.picture(engine, run)
+        checkpoints.advance(engine, 3, 6)
+        at_end = checkpoints.picture(engine, run)
+    assert not torch.equal(at_save["steps"], at_end["steps"])
+    for kind in run.formats:
+        with checkpoints.engine_for(run) as engine:
+            with torch.no_grad():
+                for _, p in engine.named_parameters():
+                    p.add_(0.5)  # for those that are loaded to show
+            checkpoints.load(engine, directory / label / kind, kind)
+            checkpoints.assert_same(f"{label}, {kind}, loaded", checkpoints.picture(engine, run), at_save)
+            checkpoints.advance(engine, 3, 6)
+            checkpoints.assert_same(f"{label}, {kind}, resumed", checkpoints.picture(engine, run), at_end)
