@@ -17,6 +17,9 @@ EXP_AVG_SQ = "exp_avg_sq"
 GRAD_EMA = "grad_ema"
 STEP = "step"
 
+#: Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds only while it
+#: stays, also over a checkpoint.
+GRAD_EMA_BETA1 = "grad_ema_beta1"
 
 #: States that may be kept in bfloat16, with stochastic rounding. exp_avg_sq may not: a root is taken of it.
 SHRINKABLE = (EXP_AVG, GRAD_EMA)

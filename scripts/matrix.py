@@ -5,9 +5,9 @@ docs/versions.md.
     python scripts/matrix.py deepspeed-0.18.9 ...   those, again
 
 A release is installed beside the environment, not into it: ``pip install --target`` into .cache/matrix, first on the
-Python path of the tests. Everything else is the environment's. Another Python needs an environment of its own, made
-with ``PYTHON=python3.12 bash scripts/test.sh``; its rows stand beside the others. The table itself keeps the results:
-each one is written as soon as it is there, and a run that is stopped goes on.
+Python path of the tests, unless it is the environment's own. Everything else is the environment's. Another Python needs
+an environment of its own, made with ``PYTHON=python3.12 bash scripts/test.sh``; its rows stand beside the others. The
+table itself keeps the results: each one is written as soon as it is there, and a run that is stopped goes on.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def install(name: str, version: str) -> Path:
 
 def run(name: str, version: str) -> dict[str, Any]:
     """How many tests of one combination pass, and which fail."""
-    overlay = install(name, version)
-    path = os.pathsep.join([str(overlay), str(ROOT)])
-    variables = {"ALTO_OVERLAY": str(overlay), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ALL_CELLS": "1"}
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ALL_CELLS": "1"}
+    if version != _installed(name):
+        overlay = str(install(name, version))
+        variables.update(ALTO_OVERLAY=overlay, PYTHONPATH=os.pathsep.join([overlay, str(ROOT)]))
     variables["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     passed, failed = (run_cases if name in CASES else run_files)(name, version, variables)
     return {
@@ -114,7 +115,10 @@ def run_files(name: str, version: str, variables: dict[str, str]) -> tuple[int, 
 def _installed(name: str) -> str:
     import importlib.metadata
 
-    return importlib.metadata.version(name).partition("+")[0]
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 #: Around the table in docs/versions.md.

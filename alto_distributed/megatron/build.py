@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from .. import states, version
 from ..diagnostics import Reading
 from ..hyperparameters import Hyperparameters
-from ..optimizer import ALTO, GRAD_EMA_BETA1
+from ..optimizer import ALTO
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import config as configs
@@ -145,7 +145,7 @@ def _make_altos(group: dict[str, Any], adams: dict[str, Any], hyper: Hyperparame
     group["decayed"] = decay != 0  # also while a schedule of the weight decay passes through 0
     group[states.STEP] = 0
     if hyper.alpha != 0:  # also where this rank has no parameter of the group: rank 0's groups are what is saved
-        group[GRAD_EMA_BETA1] = hyper.betas[0]
+        group[states.GRAD_EMA_BETA1] = hyper.betas[0]
 
 
 def _count_steps(alto: torch.optim.Optimizer, *_: Any) -> None:

@@ -10,7 +10,7 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig
 
 from ..diagnostics import Diagnostics
-from ..hyperparameters import Hyperparameters
+from ..hyperparameters import DEFAULT_LR, Hyperparameters
 from ..kernels import check_kernel
 from ..states import check_dtype
 
@@ -29,23 +29,23 @@ class AltoOptimizerConfig(OptimizerConfig):
     """
 
     optimizer: str = NAME
-    lr: float | None = 1e-2
-    weight_decay: float = 1e-4
+    lr: float | None = DEFAULT_LR
+    weight_decay: float = Hyperparameters.weight_decay
 
-    alto_alpha: float = -5.0
+    alto_alpha: float = Hyperparameters.alpha
     """Weight of the acceleration, ``|alpha| < 1/(1 - beta1)``. 0 is LAMB, and needs no third state."""
 
-    alto_betas: tuple[float, float, float] = (0.99, 0.9, 0.99)
+    alto_betas: tuple[float, float, float] = Hyperparameters.betas
     """Decays of the acceleration, the first and the second moment."""
 
-    alto_eps: float | tuple[float, float, float] = 1e-6
+    alto_eps: float | tuple[float, float, float] = Hyperparameters.eps[0]
     """eps1, or the paper's (eps1, eps2, eps3)."""
 
-    alto_layerwise: str = "decayed"
+    alto_layerwise: str = Hyperparameters.layerwise
     """Which parameters get the layer-wise ratio: "decayed" (all but those with ``wd_mult`` 0: biases and
     vectors), "matrices", "all" or "none"."""
 
-    alto_bias_correction: bool = True
+    alto_bias_correction: bool = Hyperparameters.bias_correction
     """False is the paper's "ALTO Vanilla"."""
 
     alto_kernel: str = "auto"

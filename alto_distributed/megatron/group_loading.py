@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from ..optimizer import GRAD_EMA_BETA1
-from ..states import GRAD_EMA, STEP
+from ..states import GRAD_EMA, GRAD_EMA_BETA1, STEP
 
 #: Hyperparameters that Megatron's scheduler does not set: a resumed run has the checkpoint's.
 _FIXED = ("alpha", "betas", "eps", "layerwise", "bias_correction")

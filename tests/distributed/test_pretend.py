@@ -111,7 +111,7 @@ def test_the_training_program(engine, tmp_path):
     data = prepared(tmp_path)
     run([*torchrun(2), *arguments(engine, data, tmp_path / "cpu", *SETTINGS)])
     job = arguments(engine, data, tmp_path / "device", *SETTINGS)[len(ENTRIES[engine]) :]
-    command = [*torchrun(2), str(REPO / "tests" / "scripts" / "pretrain_on_pretend.py"), *job]
+    command = [*torchrun(2), str(REPO / "tests" / "end_to_end" / "programs" / "pretrain_on_pretend.py"), *job]
     # Some schedulers show each rank its own device only. DeepSpeed takes the local rank for the device's number.
     visible = {"PRETEND_DEVICES": "1"} if engine == "megatron" else {}
     run([*command, "--stop-at", str(STOP)], device="pretend")
