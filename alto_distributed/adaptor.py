@@ -21,7 +21,7 @@ from .state_dict import check_group_sizes, check_saved_state, load_exactly, save
 
 ALPHA = "e_alpha"
 BETA1 = "e_beta1"
-# The beta1 with which a group's averages were gathered (see optimizer.GRAD_EMA_BETA1).
+# The beta1 with which a group's averages were gathered (see states.GRAD_EMA_BETA1).
 GATHERED_WITH = "e_grad_ema_beta1"
 
 

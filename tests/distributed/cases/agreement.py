@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout, param_groups, version
 from alto_distributed.pretrain.config.settings import parse
-from alto_distributed.pretrain.runtime.rank_sync import same_settings
+from alto_distributed.pretrain.runtime.same_settings import same_settings
 from alto_distributed.sharding.agreement import require_agreement
 from tests.helpers import devices
 from tests.helpers.cases import each, worlds

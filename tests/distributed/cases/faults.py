@@ -181,8 +181,6 @@ def case_a_damaged_conversion_is_made_again(directory):
         advance(engine, run, 0, 1)
         engine.save(folder)
         before = weights(engine)
-        about = folder / "saved_by.json"
-        damage.once(lambda: about.write_text(about.read_text().replace('"ranks": 2', '"ranks": 4')))
         kept = folder / "universal" / "zero" / "transformer.wte.weight" / "fp32.pt"
         for flipped in (False, True):
             if flipped:
@@ -190,7 +188,7 @@ def case_a_damaged_conversion_is_made_again(directory):
                 damage.once(lambda: damage.flip(kept))
                 assert kept.read_bytes() != whole
             advance(engine, run, 1, 2)
-            engine.load(folder)
+            engine.load(folder, 4)  # another number of ranks, as the manifest would say
             assert_same(f"converted, flipped {flipped}", weights(engine), before)
 
 
@@ -202,6 +200,6 @@ def case_the_loop_skips_and_stops(directory):
         skips.skips_and_stops(
             run,
             lambda run: stack.enter_context(engine_of(run)),
-            lambda engine: list(engine.module.parameters())[-1],
+            lambda engine: list(engine._engine.module.parameters())[-1],
             directory / "skips",
         )

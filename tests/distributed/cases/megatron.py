@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from alto_distributed import ALTO
-from tests.helpers import devices
+from tests.helpers import devices, megatron_gpt
 from tests.helpers.cases import each, some, worlds
 from tests.helpers.megatron_gpt import (
     ALTO_OPTIONS,
@@ -249,6 +249,24 @@ def collectives(engine, step):
     parameters = len(list(engine.named_parameters()))
     assert all(n <= 2 * parameters for n in counted), counted  # two numbers a parameter
     return len(counted)
+
+
+@worlds(2)
+def case_built_as_megatron_bridge_builds_it():
+    """Bridge changes fields of the config, calls finalize(), and then provide() with these four keywords."""
+
+    def provide(config, chunks, use_gloo_process_groups):
+        config.finalize()
+        asked = {"config_overrides": None, "use_gloo_process_groups": use_gloo_process_groups, "pg_collection": None}
+        return config.provide(model_chunks=chunks, **asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_gpt, "get_megatron_optimizer", provide)
+        check_parity("by provide()", Job(), Layout())
+    config = alto_config(Job())
+    config.alto_alpha = -100.0
+    with pytest.raises(ValueError, match="alpha=-100"):
+        config.finalize()
 
 
 #: Layout, options, and the number of all-reduces in a step.

@@ -4,7 +4,16 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.cases import each, some, worlds
-from tests.helpers.megatron_gpt import Job, Layout, check_norms, check_parity, parallel_state
+from tests.helpers.megatron_gpt import (
+    Job,
+    Layout,
+    Megatron,
+    alto_config,
+    check_norms,
+    check_parity,
+    parallel,
+    parallel_state,
+)
 
 # -- pipelines -----------------------------------------------------------------------------------------
 
@@ -41,6 +50,24 @@ PIPELINES = {
 def case_pipeline_variants(label, setting):
     job, layout, options = setting
     check_parity(label, job, layout, **options)
+
+
+@worlds(2, 4)
+def case_param_gather_overlaps_the_step_of_the_next_chunk():
+    """Megatron then has an optimizer for each virtual stage. On four ranks, each stage is data parallel."""
+    job = Job(layers=4, clip=0.0)  # the global norm would be summed in another order
+    layout = Layout(pipeline=2, virtual=2)
+    ends = []
+    for overlapped in (False, True):
+        config = alto_config(job, overlap_param_gather_with_optimizer_step=overlapped)
+        with parallel(layout):
+            engine = Megatron(job, layout, overlap=True, optimizer=config)
+            engine.assert_straddles()
+            engine.train()
+            assert len(engine.wrappers) == 1 + overlapped
+            engine.synchronize()
+            ends.append({name: p.detach().clone() for name, p in engine.named_parameters()})
+    assert all(torch.equal(ends[1][name], weights) for name, weights in ends[0].items())
 
 
 @worlds(4)

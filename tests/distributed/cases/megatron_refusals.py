@@ -202,7 +202,6 @@ def case_hyperparameters_are_checked_again_when_the_optimizer_is_built():
 FEATURES = {
     "use_precision_aware_optimizer": r"inside TransformerEngine's Adam; set use_precision_aware_optimizer=False",
     "optimizer_cpu_offload": r"between Adam on the CPU and Adam on the GPU; leave out --optimizer-cpu-offload",
-    "overlap_param_gather_with_optimizer_step": r"has not been tested; leave out --overlap-param-gather-with-opt",
     "reuse_grad_buf_for_mxfp8_param_ag": r"fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
     # Of main; in 0.16.1 only an attribute.
     "optimizer_cuda_graph": r"captures Adam's step; leave out --optimizer-cuda-graph",
@@ -221,6 +220,13 @@ def case_coupled_weight_decay():
     coupled = r"adds the decay to the gradient.*set decoupled_weight_decay=True"
     refused(coupled, AltoOptimizerConfig(decoupled_weight_decay=False))
     refused(coupled, OptimizerConfig(optimizer="alto", lr=0.01, decoupled_weight_decay=False))
+
+
+@worlds(1)
+def case_widths_of_mup():
+    chunk = model()
+    chunk.config.use_mup = True
+    refused(r"divides the learning rate of hidden layers.*leave out --use-mup", AltoOptimizerConfig(), chunk)
 
 
 @worlds(1)
@@ -510,6 +516,8 @@ def case_replace_keeps_what_is_ours():
         "alto_kernel": "reference",
         "alto_diagnostics_every": 7,
         "alto_skip_nonfinite": True,
+        "alto_grad_ema_dtype": "bfloat16",
+        "alto_exp_avg_dtype": "bfloat16",
         "alto_adopt": True,
         "alto_checkpoint_format": "dp_reshardable",
     }

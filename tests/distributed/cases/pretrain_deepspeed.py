@@ -85,7 +85,7 @@ def rate(run, step):
 def weights(engine):
     """Whole float32 weights by name; DeepSpeed's master copies if there are any."""
     out = {}
-    for name, p in engine.module.named_parameters():
+    for name, p in engine._engine.module.named_parameters():
         if engine._engine.zero_optimization():
             out[name] = safe_get_full_fp32_param(p).cpu().clone()
         else:
@@ -181,7 +181,7 @@ def case_repeats_and_resumes_bit_for_bit(directory, label, setting):
         assert again == first, label
         assert_same(f"{label}, again", weights(engine), at_end)
     with engine_of(run) as engine:
-        engine.load(directory / label)
+        engine.load(directory / label, 2)
         assert_same(f"{label}, loaded", weights(engine), at_save)
         assert advance(engine, run, 3, 8, repeated=True) == first[3:], label
         assert_same(f"{label}, resumed", weights(engine), at_end)
@@ -196,7 +196,7 @@ def case_recomputation_changes_no_bit(stage):
         run = run_of(stage, dropout=0.1)
         run = parse({**run.as_dict(), "training": {**run.as_dict()["training"], "recompute": recompute}})
         with engine_of(run) as engine:
-            modules = engine.module.modules()
+            modules = engine._engine.module.modules()
             assert recompute == any(getattr(module, "gradient_checkpointing", False) for module in modules)
             results.append((advance(engine, run, 0, 3), weights(engine)))
     assert results[0][0] == results[1][0], stage
@@ -302,7 +302,7 @@ def case_evaluation_does_not_depend_on_micro_batches(stage):
     with engine_of(run_of(stage, dropout=0.5)) as engine:
         for micro in (1, 4, 5, 12):  # 5, 5 and 2
             assert engine.evaluate(mine(tokens, micro)) == pytest.approx(expected, abs=1e-6), (stage, micro)
-        assert engine.module.training
+        assert engine._engine.module.training
 
 
 @worlds(2)
@@ -330,7 +330,7 @@ def case_refusals(directory):
         with pytest.raises(ValueError, match="1 micro-batches, and a step of this run has 2 on each rank"):
             engine.train(mine(tokens_of(0), 4)[:1], 0.1)
         with pytest.raises(ValueError, match="holds no finished checkpoint of the DeepSpeed engine"):
-            engine.load(directory / "nothing")
+            engine.load(directory / "nothing", 2)
         engine.save(directory / "refused")
     others = {
         "zero_stage 2, and this run has 1": run_of(1),
@@ -339,7 +339,7 @@ def case_refusals(directory):
     }
     for message, run in others.items():
         with engine_of(run) as engine, pytest.raises(ValueError, match=message):
-            engine.load(directory / "refused")
+            engine.load(directory / "refused", 2)
 
 
 @worlds(2)
@@ -353,7 +353,7 @@ def case_settings_of_the_run_win_over_the_checkpoint(directory, stage):
     settings = run_of(stage, alpha=-3.0).as_dict()
     settings["training"]["clip"], settings["optimizer"]["weight_decay"] = 0.25, 0.2
     with engine_of(parse(settings)) as engine:
-        engine.load(folder)
+        engine.load(folder, 2)
         groups = engine._engine.basic_optimizer.param_groups
         assert [(group["weight_decay"], group["alpha"]) for group in groups] == [(0.2, -3.0), (0.0, -3.0)]
         assert engine._engine.optimizer.clip_grad == 0.25
@@ -405,7 +405,7 @@ def case_another_world_goes_on(directory, label, setting):
     unfinished.mkdir(parents=True)
     for _ in range(2 if stage == 2 else 1):  # the second finds the first one's conversion
         with engine_of(run) as engine:
-            engine.load(folder)
+            engine.load(folder, 2)
             got = advance(engine, run, BEFORE, BEFORE + AFTER)
             apart = [abs(a - b) for (a, _), (b, _) in zip(got, expected, strict=True)]
             assert max(apart) < (1e-2 if precision == "bf16" else 1e-5), apart
@@ -418,7 +418,7 @@ def case_another_world_goes_on(directory, label, setting):
 @after("case_save_for_another_world", "stage 1, lion", world=2)
 def case_lion_stays_at_its_world_size(directory):
     with engine_of(run_of(1, name="lion")) as engine, pytest.raises(ValueError, match="do not hold the states of lion"):
-        engine.load(directory / "moved, stage 1, lion")
+        engine.load(directory / "moved, stage 1, lion", 2)
 
 
 @worlds(1)

@@ -1,5 +1,8 @@
 """A handful of cells with whatever release of megatron-core is there: parity in each layout, and a resume."""
 
+import contextlib
+
+import pytest
 import torch
 
 from tests.helpers.cases import each, worlds
@@ -10,6 +13,8 @@ without_managed_memory()  # before Megatron's import
 from tests.helpers.megatron_gpt import Job, Layout, check_parity  # noqa: E402
 
 from . import megatron_checkpoints as checkpoints  # noqa: E402
+
+from megatron.core.optimizer.optimizer import param_group_identifier_keys  # noqa: E402  # isort: skip
 
 #: dp_reshardable and fully_reshardable are Megatron's two formats for training; the others are older.
 RUNS = {
@@ -56,3 +61,31 @@ def case_a_resumed_run_is_bitwise_the_same(directory, label, setting):
             checkpoints.assert_same(f"{label}, {kind}, loaded", checkpoints.picture(engine, run), at_save)
             checkpoints.advance(engine, 3, 6)
             checkpoints.assert_same(f"{label}, {kind}, resumed", checkpoints.picture(engine, run), at_end)
+
+
+@worlds(2)
+def case_resumed_and_adopted_with_another_rate(directory):
+    """Adam's rate is no rate for ALTO; a resumed run may have another too, if Megatron takes it."""
+    run = checkpoints.Run(("dp",), job=Job(layers=1, tied=False, scheduled=True))
+    ours, adams = directory / "another rate", directory / "another rate, Adam"
+    with checkpoints.engine_for(run) as engine:
+        checkpoints.advance(engine, 0, 3)
+        checkpoints.save(engine, ours, "dp")
+    with checkpoints.engine_for(run, optimizer=checkpoints.adam(run.job)) as engine:
+        checkpoints.advance(engine, 0, 3)
+        checkpoints.save(engine, adams, "fully")  # 0.15 cannot save torch's Adam in the other format
+
+    def rates(engine):
+        return {group["max_lr"] for group in engine.optimizer.param_groups}
+
+    with checkpoints.engine_for(run, lr=0.5, alto_adopt=True) as engine:
+        assert rates(engine) == {0.5}
+        checkpoints.load(engine, adams, "fully")
+        assert rates(engine) == {0.5}
+    with checkpoints.engine_for(run, lr=0.5) as engine:
+        paired_by_rate = "max_lr" in param_group_identifier_keys
+        said = contextlib.nullcontext() if paired_by_rate else pytest.warns(UserWarning, match="max_lr=0.003, not this")
+        with said:
+            checkpoints.load(engine, ours, "dp")
+        assert rates(engine) == {checkpoints.LR}  # the scheduler's override comes after
+        assert not any(isinstance(group["is_decoupled_lr"], str) for group in engine.optimizer.param_groups)
