@@ -315,7 +315,7 @@ assert "(default: 0.99 0.9 0.99)" in group._group_actions[1].help
 print("AS IT SHOULD BE")
 """
 FLAGS = ["--alto-alpha", "--alto-betas", "--alto-eps", "--alto-layerwise", "--no-alto-bias-correction"]
-FLAGS += ["--alto-kernel", "--alto-diagnostics-every", "--alto-adopt"]
+FLAGS += ["--alto-kernel", "--alto-diagnostics-every", "--alto-skip-nonfinite", "--alto-adopt"]
 
 
 @pytest.mark.slow

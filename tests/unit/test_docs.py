@@ -86,4 +86,5 @@ def test_cells_of_tables_are_short(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = (REPO / "mkdocs.yml").read_text()
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f": {page.name}\n" not in navigation] == []
+    pages = [str(page.relative_to(REPO / "docs")) for page in PAGES if page.is_relative_to(REPO / "docs")]
+    assert [page for page in pages if f": {page}\n" not in navigation] == []

@@ -73,14 +73,14 @@ def case_resumed_and_adopted_with_another_rate(directory):
         checkpoints.save(engine, ours, "dp")
     with checkpoints.engine_for(run, optimizer=checkpoints.adam(run.job)) as engine:
         checkpoints.advance(engine, 0, 3)
-        checkpoints.save(engine, adams, "dp")
+        checkpoints.save(engine, adams, "fully")  # 0.15 cannot save torch's Adam in the other format
 
     def rates(engine):
         return {group["max_lr"] for group in engine.optimizer.param_groups}
 
     with checkpoints.engine_for(run, lr=0.5, alto_adopt=True) as engine:
         assert rates(engine) == {0.5}
-        checkpoints.load(engine, adams, "dp")
+        checkpoints.load(engine, adams, "fully")
         assert rates(engine) == {0.5}
     with checkpoints.engine_for(run, lr=0.5) as engine:
         paired_by_rate = "max_lr" in param_group_identifier_keys
