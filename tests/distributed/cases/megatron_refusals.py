@@ -127,7 +127,7 @@ def case_hyperparameters_are_checked_when_the_config_is_built():
     for options, message in (
         ({"alto_alpha": -100}, r"alpha=-100 is out of range: \|alpha\| must be below .* = 100 for beta1=0.99"),
         ({"alto_alpha": 2.0, "alto_betas": (0.01, 0.9, 0.99)}, r"alpha=2 is out of range"),
-        ({"alto_betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) must be three numbers .*Adam's"),
+        ({"alto_betas": (0.99,)}, r"betas=\(0.99,\) must be three numbers .*Adam's"),
         ({"alto_betas": (0.99, 1.0, 0.99)}, r"betas\[1\] \(beta2\)=1.0 is out of range"),
         ({"alto_eps": -1e-6}, r"eps \(eps1\)=-1e-06 is out of range"),
         ({"alto_eps": (1e-6, 1e-6)}, r"must be one number \(eps1\) or three"),
