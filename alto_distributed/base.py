@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer
 
 from . import states, version
 from .diagnostics import Diagnostics
+from .eager import EagerStep
 from .errors import UnsupportedTensor
 from .hyperparameters import ADDED_LATER, OWN_BETA1, Hyperparameters, betas_of, check_beta, check_betas, is_cycled
 from .kernels import check_kernel
@@ -22,7 +22,7 @@ from .state_dict import check_saved_by_alto, load_exactly
 from .states import GRAD_EMA_BETA1
 
 
-class ALTOBase(Optimizer):
+class ALTOBase(EagerStep):
     """All of ALTO but its step."""
 
     state_keys: ClassVar[tuple[str, str, str]] = (states.EXP_AVG, states.EXP_AVG_SQ, states.GRAD_EMA)

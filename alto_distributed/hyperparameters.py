@@ -249,11 +249,11 @@ def check_trust_clip(limits: Any) -> tuple[float, float] | None:
     return low, high
 
 
-def refuse_unknown(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_NAMES) -> None:
+def refuse_unknown(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_NAMES, whose: str = "ALTO") -> None:
     """Raise for the first name that is not a hyperparameter, with the nearest that is."""
     for name in names:
         raise UnknownHyperparameter(
-            f"{shown(name)} is not a hyperparameter of ALTO{_hint(name, known)} (it has: {', '.join(known)})"
+            f"{shown(name)} is not a hyperparameter of {whose}{_hint(name, known)} (it has: {', '.join(known)})"
         )
 
 
