@@ -192,6 +192,10 @@ class ALTOBase(EagerStep):
         """
         self._skipped.resolve_pending()
         load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
+        for state in self.state.values():
+            count = state.get(states.STEP)
+            if count is not None and not isinstance(count, torch.Tensor):  # as old optimizers kept it
+                state[states.STEP] = states.new_step() + count
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
         check_saved_by_alto(state_dict, self.param_groups)

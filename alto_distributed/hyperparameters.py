@@ -189,7 +189,7 @@ def check_lr(lr: Any) -> float | torch.Tensor:
     """lr >= 0 and finite. A tensor is taken on trust: reading it could stall a GPU every step."""
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
-            raise ValueError(f"lr as a tensor must hold one number, got shape {tuple(lr.shape)}")
+            raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}; write lr=torch.tensor(0.01)")
         if not lr.is_floating_point() or lr.layout != torch.strided:
             raise ValueError(f"lr as a tensor must hold a floating-point number, got {lr.dtype}, {lr.layout}")
         return lr

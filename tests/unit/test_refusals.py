@@ -23,7 +23,7 @@ def weights():
         ({"lr": math.inf}, r"lr=inf is out of range"),
         ({"lr": "0.01"}, r"lr='0.01' must be a finite number >= 0, not a str"),
         ({"lr": True}, r"lr=True must be"),
-        ({"lr": torch.ones(2)}, r"lr as a tensor must hold one number, got shape \(2,\)"),
+        ({"lr": torch.ones(2)}, r"Tensor lr must be 1-element, got shape \(2,\)"),
         ({"betas": (0.9,)}, r"must be three numbers .*or Adam's two, which are ALTO's \(beta2, beta3\)"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\] \(beta3\)=1.5 is out of range"),
         ({"betas": 0.9}, r"must be three numbers"),
