@@ -28,6 +28,7 @@ LAYERWISE_MODES = ("decayed", "matrices", "all", "none")
 #: From this global batch size on, the paper uses its large-batch setting.
 LARGE_BATCH = 1024
 
+DEFAULT_LR = 1e-2
 DEFAULT_EPS2 = 1e-6
 DEFAULT_EPS3 = 1e-10
 
@@ -56,9 +57,9 @@ logger = logging.getLogger("alto_distributed")
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The numbers of one parameter group. Building one checks it."""
+    """The numbers of one parameter group. Building one checks it. The defaults of the whole package are here."""
 
-    lr: float | torch.Tensor = 1e-2
+    lr: float | torch.Tensor = DEFAULT_LR
     """Learning rate (eta). A 0-dim tensor is allowed, as in ``torch.optim``."""
 
     betas: tuple[float, float, float] = (0.99, 0.9, 0.99)
@@ -179,10 +180,11 @@ def recipe(global_batch_size: int) -> dict[str, Any]:
         raise ValueError(f"global_batch_size={global_batch_size!r} must be a whole number of samples")
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size} must be at least 1")
-    eps = (1e-6, DEFAULT_EPS2, DEFAULT_EPS3)
+    large = {name: getattr(Hyperparameters, name) for name in ("lr", "alpha", "betas", "eps", "weight_decay")}
     if global_batch_size >= LARGE_BATCH:
-        return {"lr": 1e-2, "alpha": -5.0, "betas": (0.99, 0.9, 0.99), "eps": eps, "weight_decay": 1e-4}
-    return {"alpha": 0.5, "betas": (0.01, 0.9, 0.99), "eps": eps, "weight_decay": 1e-4}
+        return large
+    del large["lr"]
+    return {**large, "alpha": 0.5, "betas": (0.01, *Hyperparameters.betas[1:])}
 
 
 def check_lr(lr: Any) -> float | torch.Tensor:

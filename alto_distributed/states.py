@@ -24,14 +24,16 @@ GRAD_EMA_BETA1 = "grad_ema_beta1"
 #: States that may be kept in bfloat16, with stochastic rounding. exp_avg_sq may not: a root is taken of it.
 SHRINKABLE = (EXP_AVG, GRAD_EMA)
 
+#: What an option for the precision of a state may say; None is the usual precision.
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+
 
 def check_dtype(option: str, dtype: Any) -> torch.dtype | None:
     """The dtype that an option like ``grad_ema_dtype`` stands for; None for the usual precision."""
-    known: dict[Any, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None
-    if name not in known:
+    if name not in DTYPES:
         raise ValueError(f"{option}={shown(dtype)} is not one of 'float32', 'bfloat16'")
-    return known[name]
+    return DTYPES[name]
 
 
 def state_dtype(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.dtype:

@@ -19,7 +19,8 @@ from alto_distributed.pretrain.model import (
     parameter_count,
     seed_from,
 )
-from tests.helpers.launcher import REPO, check, every_case, launch
+from tests.helpers.cases import REPO, every_case
+from tests.helpers.launcher import check
 
 RANKS = "pretrain_deepspeed"
 SHAPE = {"layers": 2, "hidden": 48, "heads": 4, "sequence": 10, "vocabulary": 130, "dropout": 0.0}
@@ -33,15 +34,14 @@ def run_of(seed=1, model=None, optimizer=None, training=None, **sections):
 # -- over ranks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(RANKS, 2))
-def test_two_ranks(world, case, directory):
-    check(RANKS, world, case, directory)
+@pytest.mark.parametrize("case", every_case(RANKS, 2))
+def test_two_ranks(case, directory):
+    check(case, directory)
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(RANKS, 1))
-def test_one_rank_after_two(world, case, directory):
-    launch(RANKS, 2, directory)
-    check(RANKS, world, case, directory)
+@pytest.mark.parametrize("case", every_case(RANKS, 1))
+def test_one_rank_after_two(case, directory):
+    check(case, directory)
 
 
 # -- model -----------------------------------------------------------------------------------------------

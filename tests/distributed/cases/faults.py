@@ -14,7 +14,7 @@ from alto_distributed.pretrain import trainer as loop
 from alto_distributed.pretrain.checkpoint import manifest
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.safe_load import only_data
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import worlds
 
 from . import damage, skips
 from .pretrain_deepspeed import advance, assert_same, engine_of, run_of, weights

@@ -9,7 +9,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from tests.helpers import devices, pretend
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 
 from .sharded import HYPER, TIGHT, network, reference_run, sharded_network, train
 
@@ -94,17 +94,17 @@ def gradients_for(model):
 
 
 @worlds(2)
-def case_nothing_is_read_or_copied_in_the_steady_state():
+@each(OPTIONS)
+def case_nothing_is_read_or_copied_in_the_steady_state(setting):
     """In every option, with even, uneven and empty shards, and in one process."""
     mesh = devices.mesh(2)
-    for name, options in OPTIONS.items():
-        for model in (sharded_network(mesh, torch.float32), network(torch.float32)):
-            optimizer = ALTO(param_groups(model), **{**HYPER, **options})
-            for k in range(5):
-                gradients_for(model)
-                with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
-                    optimizer.step()
-                assert k < 2 or not counts, (name, k, counts)
+    for model in (sharded_network(mesh, torch.float32), network(torch.float32)):
+        optimizer = ALTO(param_groups(model), **{**HYPER, **setting})
+        for k in range(5):
+            gradients_for(model)
+            with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
+                optimizer.step()
+            assert k < 2 or not counts, (k, counts)
 
 
 @worlds(2)

@@ -7,7 +7,7 @@ from torch import nn
 
 import alto_distributed.deepspeed  # noqa: F401
 from alto_distributed.deepspeed import layout
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 
 from .zero import batches, config, largest_gap, loss_of, reference, running, trainable
 
@@ -81,10 +81,10 @@ def gap_of(stage):
 
 
 @worlds(2, 4)
-def case_tensor_parallel():
-    for stage in (0, 1, 2, 3):
-        gap = gap_of(stage)
-        assert gap < 1e-6, (stage, gap)
+@each(stage=(0, 1, 2, 3))
+def case_tensor_parallel(stage):
+    gap = gap_of(stage)
+    assert gap < 1e-6, gap
 
 
 @worlds(2, 4)
