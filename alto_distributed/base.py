@@ -51,6 +51,7 @@ class ALTOBase(EagerStep):
             param_group.update({**hyper.as_group(), OWN_BETA1: hyper.betas[0]})
             if is_cycled(param_group):  # as the scheduler wrote them
                 param_group["betas"] = tuple(merged["betas"])
+            self._complete_names(param_group)
         super().add_param_group(param_group)
         for param in param_group["params"]:
             if param.is_complex():
@@ -62,6 +63,15 @@ class ALTOBase(EagerStep):
                 self.param_groups.pop()
                 raise
         self._plans.clear()
+
+    def _complete_names(self, group: dict[str, Any]) -> None:
+        """torch wants names in all groups or none. A group that comes without gets some, if the others have them."""
+        if any("param_names" in other for other in self.param_groups) and "param_names" not in group:
+            params = group.get("params")
+            group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params or ())
+            if not any(isinstance(param, tuple) for param in params):
+                g = len(self.param_groups)
+                group["param_names"] = [f"parameter {i} of group {g}" for i in range(len(params))]
 
     def _options(self) -> dict[str, Any]:
         """What the constructor was told for all groups."""
@@ -97,6 +107,9 @@ class ALTOBase(EagerStep):
                 "diagnostics_every needs a tensor on every rank, or an engine that counts steps in the groups: a rank "
                 "that only joins cannot tell when a step is measured; set diagnostics_every to 0"
             )
+        for group in self.param_groups:  # their parameters have become flat tensors, which layouts name
+            if any(param in layouts for param in group["params"]):
+                group.pop("param_names", None)
         self._use_layouts(layouts, joined)
 
     def set_model_copies(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
