@@ -22,18 +22,16 @@ from . import states, trust_ratio
 from .base import ALTOBase
 from .diagnostics import Reading
 from .grad_scaler import ScaledStep
-from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, refuse_unknown
+from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from .import_hooks import register_loaded
 from .kernels import Coefficients, FlatShard, Kernel, kernel_for, kernel_with_skip
 from .kernels.rounding import seed_of
+from .options import OPTIONS, check_torch_options, refusing_unknown
 from .sharding.plan import PlannedTensor, StepPlan
 from .step_inputs import StepInputs, check_fit, checked_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-#: What the constructor takes besides hyperparameters: choices for all groups, which are not in checkpoints.
-OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype")
 
 
 class ALTO(ALTOBase):
@@ -44,7 +42,7 @@ class ALTO(ALTOBase):
             override any hyperparameter. It may also say ``"decayed": True`` or ``False`` to be treated
             as such under ``layerwise="decayed"`` whatever its ``weight_decay`` happens to be today.
         lr: learning rate.
-        betas: decays of the acceleration, the first and the second moment.
+        betas: decays of the acceleration, the first and the second moment. Two are Adam's, of the last two.
         alpha: weight of the acceleration, ``|alpha| < 1/(1 - beta1)``. 0 is LAMB, and needs no third state.
         eps: eps1, or the paper's (eps1, eps2, eps3).
         weight_decay: decay inside the update, scaled by the layer-wise ratio.
@@ -52,6 +50,7 @@ class ALTO(ALTOBase):
             "matrices" (two or more dimensions), "all" (the paper's formula to the letter) or "none"
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
+        trust_clip: (low, high), limits of the layer-wise ratio; None for no limits.
         kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
             is no compiler) and "torch" elsewhere; "triton" is for GPUs, and has not run on one yet; "reference" is
             the definition. All give the same result.
@@ -62,6 +61,11 @@ class ALTO(ALTOBase):
             of four bytes over all ranks of the job, which must all call ``step()``; see :attr:`skipped_steps`.
         grad_ema_dtype: "bfloat16" keeps this state in 2 bytes a parameter instead of 4, with stochastic rounding.
         exp_avg_dtype: the same for the first moment.
+        maximize: climb instead of descend.
+        foreach, fused: accepted, since frameworks set them; ``kernel`` says what computes a step.
+        capturable, differentiable: refused unless False.
+
+    Options may also be keys of the parameter groups, the same in all of them.
 
     States are float32 (float64 for float64 parameters), whatever the parameters' precision, and so is all
     arithmetic; a state in bfloat16 is rounded once a step, as it is stored. The optimizer does not clip: the
@@ -71,6 +75,7 @@ class ALTO(ALTOBase):
     #: Read by torch.amp.GradScaler, see grad_scaler.py.
     _step_supports_amp_scaling = True
 
+    @refusing_unknown
     def __init__(
         self,
         params: Iterable[Any],
@@ -82,24 +87,22 @@ class ALTO(ALTOBase):
         *,
         layerwise: str = "decayed",
         bias_correction: bool = True,
+        trust_clip: Sequence[float] | None = None,
         kernel: str = "auto",
         diagnostics_every: int = 0,
         skip_nonfinite: bool = False,
         grad_ema_dtype: str | torch.dtype = "float32",
         exp_avg_dtype: str | torch.dtype = "float32",
-        **unknown: Any,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
-        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, *OPTIONS))
-        hyper = Hyperparameters(lr, cast(Any, betas), alpha, cast(Any, eps), weight_decay, layerwise, bias_correction)
-        super().__init__(
-            params,
-            hyper,
-            kernel=kernel,
-            diagnostics_every=diagnostics_every,
-            skip_nonfinite=skip_nonfinite,
-            grad_ema_dtype=grad_ema_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-        )
+        given = dict(locals())
+        check_torch_options(given)
+        hyper = Hyperparameters(**{name: given[name] for name in HYPERPARAMETER_NAMES})
+        super().__init__(params, hyper, {name: given[name] for name in OPTIONS})
         trust_ratio.warn_if_nobody_gets_one(self.param_groups)
         register_loaded()
 
@@ -168,6 +171,8 @@ class ALTO(ALTOBase):
         if scaled is not None:
             grads = scaled.unscaled([grad for *_, grad in ready])
             ready = [(planned, g, i, grad) for (planned, g, i, _), grad in zip(ready, grads, strict=True)]
+        if any(hyper.maximize for hyper in hypers):
+            ready = [(planned, g, i, -grad if hypers[g].maximize else grad) for planned, g, i, grad in ready]
         inputs = self._collect(ready, hypers)
         if skip is not None:
             self._skipped.count_later(skip, inputs.counters)

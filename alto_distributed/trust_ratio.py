@@ -53,6 +53,8 @@ def complete(
     for hyper, slots in zip(hypers, plan.group_slots, strict=True):
         index = slots.on(sums.device)
         ratio = trust_ratio(theta_norm[index], r_norm[index], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
+        if hyper.trust_clip is not None:
+            ratio = ratio.clamp(*hyper.trust_clip)
         ratios[index] = ratio
         step_sizes[index] = ratio * hyper.lr
     return ratios, step_sizes

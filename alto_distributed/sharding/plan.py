@@ -68,7 +68,7 @@ class StepPlan:
     ) -> None:
         resolved: list[list[tuple[torch.Tensor, ShardLayout]]] = []
         for g, group in enumerate(groups):
-            names = group.get("param_names") or [""] * len(group["params"])
+            names = _names(group) or [""] * len(group["params"])
             resolved.append(
                 [
                     # The position makes the name unique and the same on every rank.
@@ -113,11 +113,17 @@ def _labels(
             for segment in layout.segments:
                 name = segment.parameter.name
                 if tensor not in layouts:
-                    names = group.get("param_names")
-                    labels[name] = names[i] if names else f"param_groups[{g}][{i}]"
+                    names = _names(group)
+                    labels[name] = names[i] if names else f"parameter {i} of group {g}"
                 else:
                     labels[name] = name
     return labels
+
+
+def _names(group: Mapping[str, Any]) -> list[str] | None:
+    """The names of a group's parameters, unless an engine has put other tensors in their place."""
+    names: list[str] | None = group.get("param_names")
+    return names if names is not None and len(names) == len(group["params"]) else None
 
 
 def check_length(tensor: torch.Tensor, layout: ShardLayout) -> None:
