@@ -115,7 +115,6 @@ class ALTO(Optimizer):
             states.GRAD_EMA: states.check_dtype("grad_ema_dtype", grad_ema_dtype),
             states.EXP_AVG: states.check_dtype("exp_avg_dtype", exp_avg_dtype),
         }
-        self._model_copies = states.ModelCopies({}, [])
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
         trust_ratio.warn_if_nobody_gets_one(self.param_groups)
@@ -165,16 +164,6 @@ class ALTO(Optimizer):
                 "that only joins cannot tell when a step is measured; set diagnostics_every to 0"
             )
         self._use_layouts(layouts, joined)
-
-    def set_model_copies(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Have each step also write parameters, rounded to bfloat16, to other tensors, in the same pass.
-
-        Args:
-            copies: for each parameter that has one (float32 master weights, say) its copy (the model's own weights):
-                bfloat16, of the same shape, device and memory layout. Replaces what was set before; a deep or
-                unpickled copy of the optimizer has none.
-        """
-        self._model_copies = states.ModelCopies(copies, [p for group in self.param_groups for p in group["params"]])
 
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
         self._layouts = dict(layouts)
@@ -263,7 +252,7 @@ class ALTO(Optimizer):
         if scaled is not None:
             grads = scaled.unscaled([grad for *_, grad in ready])
             ready = [(planned, g, i, grad) for (planned, g, i, _), grad in zip(ready, grads, strict=True)]
-        inputs = self._collect(ready, hypers)
+        inputs = self._collect(plan, ready, hypers)
         if skip is not None:
             self._skipped.count_later(skip, inputs.counters)
         measured = inputs.over_every_parameter() if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
@@ -276,7 +265,7 @@ class ALTO(Optimizer):
             partial[device] = plan.norms.zeros(device)
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
 
-        ratio_of_slot, step_sizes = trust_ratio.complete(plan, hypers, partial)
+        ratio_of_slot, step_sizes = trust_ratio.complete(plan, self.param_groups, hypers, partial)
         if measured is not None:
             self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
 
@@ -321,10 +310,13 @@ class ALTO(Optimizer):
         return ready
 
     def _collect(
-        self, ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]], hypers: Sequence[Hyperparameters]
+        self,
+        plan: StepPlan,
+        ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]],
+        hypers: Sequence[Hyperparameters],
     ) -> StepInputs:
-        """The flat shards to inputs on, counted as one more step."""
-        inputs = StepInputs()
+        """The flat shards to work on, counted as one more step."""
+        inputs = StepInputs(plan.kept_by_kernels)
         coefficients: dict[tuple[int, int], Coefficients] = {}
         for planned, g, i, grad in ready:
             group, hyper = self.param_groups[g], hypers[g]
@@ -349,8 +341,8 @@ class ALTO(Optimizer):
                 grad_ema=u,
                 spans=planned.spans(trust_ratio.ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
-                model_copy=self._model_copies.flat(param),
                 seed=self._seed(param, planned, g, i),
+                place=planned.place,
             )
             inputs.add(shard, planned, k)
         return inputs
@@ -472,7 +464,6 @@ class ALTO(Optimizer):
         if "_layouts" not in self.__dict__:
             # Of an ALTO that was pickled before there was a choice.
             self._state_dtypes, self._skipped = {}, SkippedSteps(False)
-            self._model_copies = states.ModelCopies({}, [])
             self._use_layouts({}, ())
         super().__setstate__(state)
         self._plans.clear()

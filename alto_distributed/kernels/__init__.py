@@ -21,11 +21,11 @@ from ..errors import is_one_of, shown
 from . import chunked, reference
 from .cpu import kernel as native
 from .protocol import Kernel
-from .shards import Coefficients, FlatShard, Span
+from .shards import Batch, Coefficients, FlatShard, Span
 from .skip import SkipIf
 from .triton import step as gpu_step
 
-__all__ = ["KERNELS", "Coefficients", "FlatShard", "Kernel", "Span", "kernel_for", "kernel_with_skip"]
+__all__ = ["KERNELS", "Batch", "Coefficients", "FlatShard", "Kernel", "Span", "kernel_for", "kernel_with_skip"]
 
 KERNELS = ("auto", "torch", "reference", "native", "triton")
 
