@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.launcher import check, every_case, launch
 
-SHARDED = "sharded,nonfinite,agreement"
+SHARDED = "sharded,nonfinite,agreement,zero_gradients"
 CHECKPOINTS, PROPERTY, SOAK = (
     "checkpoints",
     "property",
