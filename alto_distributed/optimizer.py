@@ -32,9 +32,11 @@ from .hyperparameters import (
     refuse_unknown,
 )
 from .import_hooks import register_loaded
-from .kernels import Coefficients, FlatShard, Kernel, check_kernel, kernel_for, kernel_with_skip
+from .kernels import Coefficients, Dtypes, FlatShard, Kernel, check_kernel, find_fault, kernel_for, kernel_with_skip
+from .kernels.choice import ACCELERATED, warn_of_fallback
 from .kernels.rounding import seed_of
 from .nonfinite import SkippedSteps
+from .sharding.collective import anyone_objects
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import PlannedTensor, StepPlan, check_length
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 # Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds
 # only while it stays, also over a checkpoint.
 GRAD_EMA_BETA1 = "grad_ema_beta1"
+
+_ROUNDED = (states.EXP_AVG, states.GRAD_EMA)
 
 #: What the constructor takes besides hyperparameters: choices for all groups, which are not in checkpoints.
 OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype")
@@ -171,6 +175,7 @@ class ALTO(Optimizer):
         self._plans: dict[tuple[tuple[tuple[int, torch.Size], ...], ...], StepPlan] = {}
         self._agreed: set[tuple[str, ...]] = set()
         self._layouts_lost = False
+        self._proved = True
 
     def _plan(self) -> StepPlan:
         """The plan for the tensors that are in the groups now."""
@@ -184,12 +189,30 @@ class ALTO(Optimizer):
             plan = StepPlan(self.param_groups, self._layouts, self._joined)
             names = tuple(plan.norms.slots)
             # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
-            if names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups):
+            agree = names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups)
+            if agree:
                 plan.require_agreement({**self.description(), **self.description_of_groups()})
                 self._agreed.add(names)
+            if self._kernel == "auto":
+                self._prove_kernel(plan.norms.groups if agree else ())
             self._drop_outdated_plans()
             self._plans[key] = plan
         return self._plans[key]
+
+    def _prove_kernel(self, groups: Iterable[ProcessGroup]) -> None:
+        """Whether "auto" may use its kernel for GPUs: all ranks that sum norms together do, or none of them."""
+        in_use: dict[torch.device, set[Dtypes]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.device.type in ACCELERATED:
+                    m, u = (states.state_dtype(param, self._state_dtypes.get(key)) for key in _ROUNDED)
+                    grad = param.dtype if param.grad is None else param.grad.dtype
+                    dtypes = Dtypes(param.dtype, grad, m, u if group["alpha"] != 0 else None)
+                    in_use.setdefault(param.device, set()).add(dtypes)
+        faults = [fault for device, dtypes in in_use.items() if (fault := find_fault(device, dtypes))]
+        if anyone_objects(bool(faults), groups, ACCELERATED) and self._proved:
+            self._proved = False
+            warn_of_fallback(faults[0] if faults else "it failed on another rank, whose warning says why")
 
     def _drop_outdated_plans(self) -> None:
         """A plan keeps its tensors alive, so it goes when nothing else of this optimizer does.
@@ -276,7 +299,7 @@ class ALTO(Optimizer):
         return loss
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
-        kernel = kernel_for(self._kernel, device)
+        kernel = kernel_for(self._kernel, device, self._proved)
         return kernel if skip is None else kernel_with_skip(kernel, skip[:1].to(device))
 
     def _step_of_groups(self) -> int:
@@ -306,7 +329,7 @@ class ALTO(Optimizer):
                     check_fit(param, self.state.get(param, {}), self.state_keys)
                     self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
-            kernel_for(self._kernel, device)  # refuses a device that the kernel cannot serve
+            kernel_for(self._kernel, device, self._proved)  # refuses a device that the kernel cannot serve
         return ready
 
     def _collect(

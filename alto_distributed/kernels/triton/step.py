@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...spans import PLAIN
 from .. import chunked
+from ..proof import Dtypes
 from ..protocol import Kernel
 from ..shards import FlatShard, batch_of
 from ..skip import SkipIf
@@ -86,11 +87,18 @@ class TritonKernel:
     Args:
         tiling: how much a program does; by default what suits the device.
         skip: float32, on the device of the pieces: programs end at once if it is not 0.
+        only: dtypes of the pieces that it may serve; by default all that it can.
     """
 
-    def __init__(self, tiling: Tiling | None = None, skip: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        tiling: Tiling | None = None,
+        skip: torch.Tensor | None = None,
+        only: Collection[Dtypes] | None = None,
+    ) -> None:
         self._tiling = tiling
         self._skip = skip
+        self._only = only
 
     def phase_one(self, pieces: Sequence[FlatShard], sums: torch.Tensor) -> Prepared:
         prepared = self._prepare(pieces)
@@ -110,7 +118,14 @@ class TritonKernel:
 
     def unless(self, skip: torch.Tensor) -> TritonKernel:
         """This kernel, but its programs end at once if ``skip`` (float32, on their device) is not 0."""
-        return TritonKernel(self._tiling, skip)
+        return TritonKernel(self._tiling, skip, self._only)
+
+    def only(self, dtypes: Collection[Dtypes]) -> TritonKernel:
+        """This kernel for pieces of these dtypes; others go the way of plain torch operations."""
+        return TritonKernel(self._tiling, self._skip, dtypes)
+
+    def _serves(self, piece: FlatShard) -> bool:
+        return serves(piece) and (self._only is None or Dtypes.of(piece) in self._only)
 
     @property
     def _other_way(self) -> Kernel:
@@ -119,8 +134,8 @@ class TritonKernel:
     def _prepare(self, pieces: Sequence[FlatShard]) -> Prepared:
         """The tables of these pieces, with their addresses and numbers on the device."""
         batch = batch_of(pieces)
-        ours = [piece for piece in batch if serves(piece)]
-        others = [] if len(ours) == len(batch) else [piece for piece in batch if not serves(piece)]
+        ours = [piece for piece in batch if self._serves(piece)]
+        others = [] if len(ours) == len(batch) else [piece for piece in batch if not self._serves(piece)]
         device = batch[0].param.device if batch else torch.device("cpu")
         table, values = batch.kept.get(key := ("triton", _stream(device), self._tiling), (None, None))
         if table is None:

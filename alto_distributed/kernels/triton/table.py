@@ -13,23 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..proof import Dtypes
 from ..shards import SUMS, FlatShard, Span
 from .columns import CHUNK_COLUMNS, PIECE, PLACE, SLOT, TOTAL_COLUMNS
 from .upload import upload
-
-
-class Dtypes(NamedTuple):
-    """What a kernel is compiled for. Pieces alike in these share a launch; for most models that is all of them."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    exp_avg: torch.dtype
-    grad_ema: torch.dtype | None
-
-    @classmethod
-    def of(cls, piece: FlatShard) -> Dtypes:
-        u = piece.grad_ema
-        return cls(piece.param.dtype, piece.grad.dtype, piece.exp_avg.dtype, None if u is None else u.dtype)
 
 
 class Tiling(NamedTuple):
