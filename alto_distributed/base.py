@@ -37,7 +37,6 @@ class ALTOBase(EagerStep):
         self._state_dtypes = {
             key: states.check_dtype(f"{key}_dtype", options[f"{key}_dtype"]) for key in states.SHRINKABLE
         }
-        self._model_copies = states.ModelCopies({}, [])
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
 
@@ -112,22 +111,13 @@ class ALTOBase(EagerStep):
                 group.pop("param_names", None)
         self._use_layouts(layouts, joined)
 
-    def set_model_copies(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Have each step also write parameters, rounded to bfloat16, to other tensors, in the same pass.
-
-        Args:
-            copies: for each parameter that has one (float32 master weights, say) its copy (the model's own weights):
-                bfloat16, of the same shape, device and memory layout. Replaces what was set before; a deep or
-                unpickled copy of the optimizer has none.
-        """
-        self._model_copies = states.ModelCopies(copies, [p for group in self.param_groups for p in group["params"]])
-
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
         self._layouts = dict(layouts)
         self._joined = tuple(joined)
         self._plans: dict[tuple[tuple[tuple[int, torch.Size], ...], ...], StepPlan] = {}
         self._agreed: set[tuple[str, ...]] = set()
         self._layouts_lost = False
+        self._proved = True
 
     def description(self) -> dict[str, str]:
         """What must be the same on all ranks that train a model together, in words."""
@@ -234,7 +224,6 @@ class ALTOBase(EagerStep):
         if "_layouts" not in self.__dict__:
             # Of an ALTO that was pickled before there was a choice.
             self._state_dtypes, self._skipped = {}, SkippedSteps(False)
-            self._model_copies = states.ModelCopies({}, [])
             self._use_layouts({}, ())
         super().__setstate__(state)
         for group in self.param_groups:

@@ -24,14 +24,19 @@ from .diagnostics import Reading
 from .grad_scaler import ScaledStep
 from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from .import_hooks import register_loaded
-from .kernels import Coefficients, FlatShard, Kernel, kernel_for, kernel_with_skip
+from .kernels import Coefficients, Dtypes, FlatShard, Kernel, find_fault, kernel_for, kernel_with_skip
+from .kernels.choice import ACCELERATED, warn_of_fallback
 from .kernels.rounding import seed_of
 from .options import OPTIONS, check_torch_options, refusing_unknown
+from .sharding.collective import anyone_objects
 from .sharding.plan import PlannedTensor, StepPlan
 from .step_inputs import StepInputs, check_fit, checked_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_ROUNDED = (states.EXP_AVG, states.GRAD_EMA)
 
 
 class ALTO(ALTOBase):
@@ -120,12 +125,30 @@ class ALTO(ALTOBase):
             plan = StepPlan(self.param_groups, self._layouts, self._joined)
             names = tuple(plan.norms.slots)
             # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
-            if names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups):
+            agree = names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups)
+            if agree:
                 plan.require_agreement({**self.description(), **self.description_of_groups()})
                 self._agreed.add(names)
+            if self._kernel == "auto":
+                self._prove_kernel(plan.norms.groups if agree else ())
             self._drop_outdated_plans()
             self._plans[key] = plan
         return self._plans[key]
+
+    def _prove_kernel(self, groups: Iterable[ProcessGroup]) -> None:
+        """Whether "auto" may use its kernel for GPUs: all ranks that sum norms together do, or none of them."""
+        in_use: dict[torch.device, set[Dtypes]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.device.type in ACCELERATED:
+                    m, u = (states.state_dtype(param, self._state_dtypes.get(key)) for key in _ROUNDED)
+                    grad = param.dtype if param.grad is None else param.grad.dtype
+                    dtypes = Dtypes(param.dtype, grad, m, u if group["alpha"] != 0 else None)
+                    in_use.setdefault(param.device, set()).add(dtypes)
+        faults = [fault for device, dtypes in in_use.items() if (fault := find_fault(device, dtypes))]
+        if anyone_objects(bool(faults), groups, ACCELERATED) and self._proved:
+            self._proved = False
+            warn_of_fallback(faults[0] if faults else "it failed on another rank, whose warning says why")
 
     def _drop_outdated_plans(self) -> None:
         """A plan keeps its tensors alive, so it goes when nothing else of this optimizer does.
@@ -173,7 +196,7 @@ class ALTO(ALTOBase):
             ready = [(planned, g, i, grad) for (planned, g, i, _), grad in zip(ready, grads, strict=True)]
         if any(hyper.maximize for hyper in hypers):
             ready = [(planned, g, i, -grad if hypers[g].maximize else grad) for planned, g, i, grad in ready]
-        inputs = self._collect(ready, hypers)
+        inputs = self._collect(plan, ready, hypers)
         if skip is not None:
             self._skipped.count_later(skip, inputs.counters)
         measured = inputs.over_every_parameter() if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
@@ -186,7 +209,7 @@ class ALTO(ALTOBase):
             partial[device] = plan.norms.zeros(device)
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
 
-        ratio_of_slot, step_sizes = trust_ratio.complete(plan, hypers, partial)
+        ratio_of_slot, step_sizes = trust_ratio.complete(plan, self.param_groups, hypers, partial)
         if measured is not None:
             self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
 
@@ -197,7 +220,7 @@ class ALTO(ALTOBase):
         return loss
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
-        kernel = kernel_for(self._kernel, device)
+        kernel = kernel_for(self._kernel, device, self._proved)
         return kernel if skip is None else kernel_with_skip(kernel, skip[:1].to(device))
 
     def _step_of_groups(self) -> int:
@@ -215,14 +238,17 @@ class ALTO(ALTOBase):
                     check_fit(param, self.state.get(param, {}), self.state_keys)
                     self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
-            kernel_for(self._kernel, device)  # refuses a device that the kernel cannot serve
+            kernel_for(self._kernel, device, self._proved)  # refuses a device that the kernel cannot serve
         return ready
 
     def _collect(
-        self, ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]], hypers: Sequence[Hyperparameters]
+        self,
+        plan: StepPlan,
+        ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]],
+        hypers: Sequence[Hyperparameters],
     ) -> StepInputs:
-        """The flat shards to inputs on, counted as one more step."""
-        inputs = StepInputs()
+        """The flat shards to work on, counted as one more step."""
+        inputs = StepInputs(plan.kept_by_kernels)
         coefficients: dict[tuple[int, int], Coefficients] = {}
         for planned, g, i, grad in ready:
             group, hyper = self.param_groups[g], hypers[g]
@@ -247,8 +273,8 @@ class ALTO(ALTOBase):
                 grad_ema=u,
                 spans=planned.spans(trust_ratio.ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
-                model_copy=self._model_copies.flat(param),
                 seed=self._seed(param, planned, g, i),
+                place=planned.place,
             )
             inputs.add(shard, planned, k)
         return inputs
