@@ -8,6 +8,7 @@ from . import torch_version  # noqa: F401  (first: with an older torch, what fol
 
 # isort: split
 from .adaptor import E
+from .adopt import adopt
 from .hyperparameters import Hyperparameters, recipe
 from .import_hooks import register
 from .lamb import LAMB
@@ -25,6 +26,7 @@ __all__ = [
     "Segment",
     "ShardLayout",
     "__version__",
+    "adopt",
     "param_groups",
     "recipe",
     "register",

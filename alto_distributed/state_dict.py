@@ -68,7 +68,7 @@ def _check_step(value: Any, where: str) -> None:
         raise ValueError(f"the checkpoint's {states.STEP!r} for {where} must be a number of steps, not {shown(value)}")
 
 
-def _check_form(state_dict: Any) -> None:
+def check_form(state_dict: Any) -> None:
     """Raise unless it is what ``torch.optim`` calls a state_dict."""
     saved = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     states_of = state_dict.get("state") if isinstance(state_dict, Mapping) else None
@@ -87,7 +87,7 @@ def _check_form(state_dict: Any) -> None:
 
 def check_group_sizes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless the checkpoint has the optimizer's groups with as many parameters in each."""
-    _check_form(state_dict)
+    check_form(state_dict)
     here = [len(group["params"]) for group in groups]
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     if here != saved:
@@ -139,7 +139,7 @@ def load_exactly(
         check(final)
         seen.append(final)
 
-    _check_form(state_dict)  # torch copies it before it asks anyone
+    check_form(state_dict)  # torch copies it before it asks anyone
     handle = optimizer.register_load_state_dict_pre_hook(look)
     try:
         load(state_dict)

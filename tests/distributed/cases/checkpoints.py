@@ -9,14 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
-from alto_distributed import ALTO, E, param_groups
+from alto_distributed import ALTO, E, adopt, param_groups
 from tests.helpers import devices
 from tests.helpers.cases import after, each, worlds
 
-from .sharded import HYPER, assert_straddles, full, sharded_network, train
+from .sharded import HYPER, assert_same, assert_straddles, full, network, sharded_network, train
 
 MAKERS = {
     "alto": lambda m: ALTO(param_groups(m, 1e-2), **HYPER),
@@ -85,6 +90,42 @@ def case_other_state_dicts(setting):
         train(m, o, sliced=True, steps=2)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(full(p), full(q), rtol=0, atol=0)
+
+
+WAYS = {
+    "state_dict": lambda model, optimizer, folder: optimizer.state_dict(),
+    "by name": lambda model, optimizer, folder: get_optimizer_state_dict(model, optimizer),
+    "folder": lambda model, optimizer, folder: saved_in(folder, get_optimizer_state_dict(model, optimizer)),
+}
+
+
+def saved_in(folder, states):
+    dcp.save({"optim": states}, checkpoint_id=folder)
+    return folder
+
+
+@worlds(2)
+@each(way=WAYS)
+def case_adamw_is_adopted_and_given_back(directory, way):
+    """As in one process: three steps of AdamW, three of ALTO with its moments, three of AdamW again."""
+    models = [sharded_network(devices.mesh(2)), network()]
+    assert_straddles(models[0], dist.group.WORLD)
+    for model, sliced in zip(models, (True, False), strict=True):
+        makers = [
+            lambda m: torch.optim.AdamW(m.parameters(), 1e-3),
+            lambda m: ALTO(param_groups(m, 1e-2), **HYPER),
+            lambda m: torch.optim.AdamW(m.parameters(), 1e-3),
+        ]
+        before = None
+        for k, make in enumerate(makers):
+            optimizer = make(model)
+            if before is not None:
+                source = WAYS[way](model, before, directory / f"adopt {way} {k}") if sliced else before.state_dict()
+                adopt(optimizer, source, model)
+            train(model, optimizer, sliced=sliced, steps=3)
+            assert {int(optimizer.state[p]["step"]) for p in model.parameters()} == {3 * k + 3}
+            before = optimizer
+    assert_same(*models)
 
 
 @worlds(4)
