@@ -60,4 +60,4 @@ def test_the_training_program():
     assert Hyperparameters(**{name: chosen[name] for name in HYPERPARAMETER_NAMES}) == DEFAULTS
     ours = {name: default for name, default in of_signature(ALTO).items() if name not in HYPERPARAMETER_NAMES}
     own = {"skip_nonfinite": True}  # the program ends a run that only skips, so it may skip
-    assert {name: chosen[name] for name in ours} == {**ours, **own}
+    assert {name: chosen.get(name, default) for name, default in ours.items()} == {**ours, **own}
