@@ -2,7 +2,7 @@
 # Build the pages in docs/ into .cache/site, with warnings as errors: a dead link or anchor fails. Arguments go to mkdocs.
 # It makes an environment of its own in .cache/docs: what it needs is no part of the pinned set, and torch is not needed.
 #
-#   scripts/docs.sh               build
+#   scripts/docs.sh               build; search needs a server: python3 -m http.server -d .cache/site
 #   PYTHON=python3.12             interpreter to build the environment with
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,6 +17,7 @@ import re, sys
 text = open(sys.argv[1]).read()
 print("\n".join(re.findall(r'"([^"]+)"', re.search(r"^docs = \[(.*?)\]$", text, re.M | re.S)[1])))
 PYTHON
-    "$bin/python" -m pip install --quiet --disable-pip-version-check -r "$ROOT/.cache/docs/requirements.txt"
+    "$bin/python" -m pip install -qq --disable-pip-version-check -r "$ROOT/.cache/docs/requirements.txt"
 }
+export NO_MKDOCS_2_WARNING=1 # about the next major version of mkdocs, which is not used
 exec "$bin/python" -m mkdocs build --strict --clean "$@"
