@@ -9,7 +9,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 bin=$ROOT/.cache/docs/bin
 cd "$ROOT"
-"$bin/python" -c "import material, mkdocstrings_handlers.python" 2>/dev/null || {
+"$bin/python" -c "import material, mkdocstrings_handlers.python, ruff" 2>/dev/null || {
     "$PYTHON" -m venv "$ROOT/.cache/docs"
     # The extra's own list, so that it is written once.
     "$bin/python" - pyproject.toml <<'PYTHON' >"$ROOT/.cache/docs/requirements.txt"

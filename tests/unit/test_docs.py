@@ -11,7 +11,7 @@ PAGES = [
     *sorted((REPO / "docs").glob("**/*.md")),
     *sorted((REPO / "configs").glob("*/README.md")),
 ]
-LONGEST_CELL = 160
+LONGEST_CELL = 100
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
