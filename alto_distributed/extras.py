@@ -14,7 +14,10 @@ EXTRA_OF = {
     "mpi4py": "mpi",
     "triton": "gpu",
     **dict.fromkeys(
-        ("matplotlib", "numpy", "pytorch_optimizer", "tensorboard", "tokenizers", "tqdm", "transformers", "yaml"),
+        (
+            *("matplotlib", "numpy", "pydantic", "pytorch_optimizer", "tensorboard", "tokenizers", "tqdm"),
+            *("transformers", "yaml"),
+        ),
         "pretrain",
     ),
 }

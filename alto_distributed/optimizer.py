@@ -13,46 +13,33 @@ the paper, norms over whole parameters when they are sharded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.optim import Optimizer
 
-from . import states, trust_ratio, version
-from .diagnostics import Diagnostics, Reading
-from .errors import UnsupportedTensor
+from . import states, trust_ratio
+from .base import ALTOBase
+from .diagnostics import Reading
 from .grad_scaler import ScaledStep
-from .hyperparameters import (
-    HYPERPARAMETER_NAMES,
-    Hyperparameters,
-    check_beta,
-    check_betas,
-    refuse_near_misses,
-    refuse_unknown,
-)
+from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from .import_hooks import register_loaded
-from .kernels import Coefficients, FlatShard, Kernel, check_kernel, kernel_for, kernel_with_skip
+from .kernels import Coefficients, Dtypes, FlatShard, Kernel, find_fault, kernel_for, kernel_with_skip
+from .kernels.choice import ACCELERATED, warn_of_fallback
 from .kernels.rounding import seed_of
-from .nonfinite import SkippedSteps
-from .sharding.dtensor import is_dtensor
-from .sharding.layout import LogicalParameter, ShardLayout
-from .sharding.plan import PlannedTensor, StepPlan, check_length
-from .state_dict import check_saved_by_alto, load_exactly
+from .options import OPTIONS, check_torch_options, refusing_unknown
+from .sharding.collective import anyone_objects
+from .sharding.plan import PlannedTensor, StepPlan
 from .step_inputs import StepInputs, check_fit, checked_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds
-# only while it stays, also over a checkpoint.
-GRAD_EMA_BETA1 = "grad_ema_beta1"
 
-#: What the constructor takes besides hyperparameters: choices for all groups, which are not in checkpoints.
-OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype")
+_ROUNDED = (states.EXP_AVG, states.GRAD_EMA)
 
 
-class ALTO(Optimizer):
+class ALTO(ALTOBase):
     """LAMB with an exploration term made of the gradient's own acceleration.
 
     Args:
@@ -60,7 +47,7 @@ class ALTO(Optimizer):
             override any hyperparameter. It may also say ``"decayed": True`` or ``False`` to be treated
             as such under ``layerwise="decayed"`` whatever its ``weight_decay`` happens to be today.
         lr: learning rate.
-        betas: decays of the acceleration, the first and the second moment.
+        betas: decays of the acceleration, the first and the second moment. Two are Adam's, of the last two.
         alpha: weight of the acceleration, ``|alpha| < 1/(1 - beta1)``. 0 is LAMB, and needs no third state.
         eps: eps1, or the paper's (eps1, eps2, eps3).
         weight_decay: decay inside the update, scaled by the layer-wise ratio.
@@ -68,6 +55,7 @@ class ALTO(Optimizer):
             "matrices" (two or more dimensions), "all" (the paper's formula to the letter) or "none"
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
+        trust_clip: (low, high), limits of the layer-wise ratio; None for no limits.
         kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
             is no compiler) and "torch" elsewhere; "triton" is for GPUs, and has not run on one yet; "reference" is
             the definition. All give the same result.
@@ -78,6 +66,13 @@ class ALTO(Optimizer):
             of four bytes over all ranks of the job, which must all call ``step()``; see :attr:`skipped_steps`.
         grad_ema_dtype: "bfloat16" keeps this state in 2 bytes a parameter instead of 4, with stochastic rounding.
         exp_avg_dtype: the same for the first moment.
+        maximize: climb instead of descend.
+        foreach: accepted, since frameworks set it; ``kernel`` says what computes a step.
+        fused: the same.
+        capturable: refused unless False.
+        differentiable: the same.
+
+    Options may also be keys of the parameter groups, the same in all of them.
 
     States are float32 (float64 for float64 parameters), whatever the parameters' precision, and so is all
     arithmetic; a state in bfloat16 is rounded once a step, as it is stored. The optimizer does not clip: the
@@ -86,8 +81,8 @@ class ALTO(Optimizer):
 
     #: Read by torch.amp.GradScaler, see grad_scaler.py.
     _step_supports_amp_scaling = True
-    state_keys: ClassVar[tuple[str, str, str]] = (states.EXP_AVG, states.EXP_AVG_SQ, states.GRAD_EMA)
 
+    @refusing_unknown
     def __init__(
         self,
         params: Iterable[Any],
@@ -99,89 +94,26 @@ class ALTO(Optimizer):
         *,
         layerwise: str = "decayed",
         bias_correction: bool = True,
+        trust_clip: Sequence[float] | None = None,
         kernel: str = "auto",
         diagnostics_every: int = 0,
         skip_nonfinite: bool = False,
         grad_ema_dtype: str | torch.dtype = "float32",
         exp_avg_dtype: str | torch.dtype = "float32",
-        **unknown: Any,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
-        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, *OPTIONS))
-        hyper = Hyperparameters(lr, cast(Any, betas), alpha, cast(Any, eps), weight_decay, layerwise, bias_correction)
-        self._kernel = check_kernel(kernel)
-        self._diagnostics = Diagnostics(diagnostics_every)
-        self._skipped = SkippedSteps(skip_nonfinite)
-        self._state_dtypes = {
-            states.GRAD_EMA: states.check_dtype("grad_ema_dtype", grad_ema_dtype),
-            states.EXP_AVG: states.check_dtype("exp_avg_dtype", exp_avg_dtype),
-        }
-        self._model_copies = states.ModelCopies({}, [])
-        self._use_layouts({}, ())
-        super().__init__(params, hyper.as_group())
+        given = dict(locals())
+        check_torch_options(given)
+        hyper = Hyperparameters(**{name: given[name] for name in HYPERPARAMETER_NAMES})
+        super().__init__(params, hyper, {name: given[name] for name in OPTIONS})
         trust_ratio.warn_if_nobody_gets_one(self.param_groups)
         register_loaded()
 
-    # -- parameter groups and layouts ---------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if isinstance(param_group, dict):
-            refuse_near_misses(param_group)
-            merged = {**self.defaults, **param_group}
-            param_group.update(Hyperparameters.from_group(merged).as_group())
-        super().add_param_group(param_group)
-        for param in param_group["params"]:
-            if param.is_complex():
-                self.param_groups.pop()
-                raise UnsupportedTensor("ALTO does not support complex parameters; use torch.view_as_real")
-            try:
-                self._refuse_small_states(param)
-            except ValueError:
-                self.param_groups.pop()
-                raise
-        self._plans.clear()
-
-    def _refuse_small_states(self, param: torch.Tensor) -> None:
-        for chosen in self._state_dtypes.values():
-            states.state_dtype(param, chosen)
-
-    def set_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter] = ()) -> None:
-        """Tell what sharded tensors are made of. Engines call this once their shards exist.
-
-        Args:
-            layouts: for each sharded tensor among the parameters, its layout. Tensors that are not named
-                are whole logical parameters (or DTensors, which know their own layout).
-            joined: parameters in whose norms this rank takes part although none of its tensors has a
-                segment of them, not even an empty one.
-        """
-        for tensor, layout in layouts.items():
-            if is_dtensor(tensor):
-                raise ValueError("a DTensor knows its own layout: leave it out of set_layouts")
-            check_length(tensor, layout)
-            if not layout.is_whole and not tensor.is_contiguous():
-                raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
-        if joined and self._diagnostics.every and not all(states.STEP in group for group in self.param_groups):
-            raise ValueError(
-                "diagnostics_every needs a tensor on every rank, or an engine that counts steps in the groups: a rank "
-                "that only joins cannot tell when a step is measured; set diagnostics_every to 0"
-            )
-        self._use_layouts(layouts, joined)
-
-    def set_model_copies(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Have each step also write parameters, rounded to bfloat16, to other tensors, in the same pass.
-
-        Args:
-            copies: for each parameter that has one (float32 master weights, say) its copy (the model's own weights):
-                bfloat16, of the same shape, device and memory layout. Replaces what was set before; a deep or
-                unpickled copy of the optimizer has none.
-        """
-        self._model_copies = states.ModelCopies(copies, [p for group in self.param_groups for p in group["params"]])
-
-    def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
-        self._layouts = dict(layouts)
-        self._joined = tuple(joined)
-        self._plans: dict[tuple[tuple[tuple[int, torch.Size], ...], ...], StepPlan] = {}
-        self._agreed: set[tuple[str, ...]] = set()
-        self._layouts_lost = False
+    # -- the step -----------------------------------------------------------------------------------
 
     def _plan(self) -> StepPlan:
         """The plan for the tensors that are in the groups now."""
@@ -195,12 +127,30 @@ class ALTO(Optimizer):
             plan = StepPlan(self.param_groups, self._layouts, self._joined)
             names = tuple(plan.norms.slots)
             # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
-            if names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups):
+            agree = names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups)
+            if agree:
                 plan.require_agreement({**self.description(), **self.description_of_groups()})
                 self._agreed.add(names)
+            if self._kernel == "auto":
+                self._prove_kernel(plan.norms.groups if agree else ())
             self._drop_outdated_plans()
             self._plans[key] = plan
         return self._plans[key]
+
+    def _prove_kernel(self, groups: Iterable[ProcessGroup]) -> None:
+        """Whether "auto" may use its kernel for GPUs: all ranks that sum norms together do, or none of them."""
+        in_use: dict[torch.device, set[Dtypes]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.device.type in ACCELERATED:
+                    m, u = (states.state_dtype(param, self._state_dtypes.get(key)) for key in _ROUNDED)
+                    grad = param.dtype if param.grad is None else param.grad.dtype
+                    dtypes = Dtypes(param.dtype, grad, m, u if group["alpha"] != 0 else None)
+                    in_use.setdefault(param.device, set()).add(dtypes)
+        faults = [fault for device, dtypes in in_use.items() if (fault := find_fault(device, dtypes))]
+        if anyone_objects(bool(faults), groups, ACCELERATED) and self._proved:
+            self._proved = False
+            warn_of_fallback(faults[0] if faults else "it failed on another rank, whose warning says why")
 
     def _drop_outdated_plans(self) -> None:
         """A plan keeps its tensors alive, so it goes when nothing else of this optimizer does.
@@ -213,23 +163,6 @@ class ALTO(Optimizer):
         for key, plan in list(self._plans.items()):
             if any(id(tensor) not in known for tensor in plan.tensors):
                 del self._plans[key]
-
-    def description(self) -> dict[str, str]:
-        """What must be the same on all ranks that train a model together, in words."""
-        said = {"the version of alto_distributed": version.__version__, "the version of torch": str(torch.__version__)}
-        said.update(kernel=self._kernel, diagnostics_every=str(self._diagnostics.every))
-        said.update(skip_nonfinite=str(self._skipped.on))
-        said.update({f"{key}_dtype": str(dtype or "float32") for key, dtype in self._state_dtypes.items()})
-        return {**said, **Hyperparameters.from_group(self.defaults).in_words("by default")}
-
-    def description_of_groups(self) -> dict[str, str]:
-        """The same for ranks that have the same part of it."""
-        said = {"the number of parameter groups": str(len(self.param_groups))}
-        for g, group in enumerate(self.param_groups):
-            said.update(Hyperparameters.from_group(group).in_words(f"of parameter group {g}"))
-        return said
-
-    # -- the step -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -263,7 +196,9 @@ class ALTO(Optimizer):
         if scaled is not None:
             grads = scaled.unscaled([grad for *_, grad in ready])
             ready = [(planned, g, i, grad) for (planned, g, i, _), grad in zip(ready, grads, strict=True)]
-        inputs = self._collect(ready, hypers)
+        if any(hyper.maximize for hyper in hypers):
+            ready = [(planned, g, i, -grad if hypers[g].maximize else grad) for planned, g, i, grad in ready]
+        inputs = self._collect(plan, ready, hypers)
         if skip is not None:
             self._skipped.count_later(skip, inputs.counters)
         measured = inputs.over_every_parameter() if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
@@ -276,7 +211,7 @@ class ALTO(Optimizer):
             partial[device] = plan.norms.zeros(device)
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
 
-        ratio_of_slot, step_sizes = trust_ratio.complete(plan, hypers, partial)
+        ratio_of_slot, step_sizes = trust_ratio.complete(plan, self.param_groups, hypers, partial)
         if measured is not None:
             self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
 
@@ -287,25 +222,13 @@ class ALTO(Optimizer):
         return loss
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
-        kernel = kernel_for(self._kernel, device)
+        kernel = kernel_for(self._kernel, device, self._proved)
         return kernel if skip is None else kernel_with_skip(kernel, skip[:1].to(device))
 
     def _step_of_groups(self) -> int:
         """The number of this step on a rank that only joins, where the engine counts in the groups; else 0."""
         done = [int(group[states.STEP]) for group in self.param_groups if states.STEP in group]
         return max(done) + 1 if done and self._joined else 0
-
-    def _checked(self, group: dict[str, Any]) -> Hyperparameters:
-        """A group's hyperparameters, checked again: schedulers and users change them between steps."""
-        beta1 = check_betas(group["betas"])[0]
-        gathered_with = group.get(GRAD_EMA_BETA1, beta1)
-        if gathered_with != beta1:
-            raise ValueError(
-                f"beta1 was changed from {gathered_with} to {beta1} in mid-run: grad_ema was gathered with the old "
-                "one. Keep betas[0] (a scheduler that cycles momentum must be told cycle_momentum=False), or start "
-                "a new ALTO"
-            )
-        return Hyperparameters.from_group(group)
 
     def _ready(self, plan: StepPlan) -> list[tuple[PlannedTensor, int, int, torch.Tensor]]:
         """What has a gradient: planned, place in the groups, and this rank's gradient. All of it is checked here."""
@@ -317,14 +240,17 @@ class ALTO(Optimizer):
                     check_fit(param, self.state.get(param, {}), self.state_keys)
                     self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
-            kernel_for(self._kernel, device)  # refuses a device that the kernel cannot serve
+            kernel_for(self._kernel, device, self._proved)  # refuses a device that the kernel cannot serve
         return ready
 
     def _collect(
-        self, ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]], hypers: Sequence[Hyperparameters]
+        self,
+        plan: StepPlan,
+        ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]],
+        hypers: Sequence[Hyperparameters],
     ) -> StepInputs:
-        """The flat shards to inputs on, counted as one more step."""
-        inputs = StepInputs()
+        """The flat shards to work on, counted as one more step."""
+        inputs = StepInputs(plan.kept_by_kernels)
         coefficients: dict[tuple[int, int], Coefficients] = {}
         for planned, g, i, grad in ready:
             group, hyper = self.param_groups[g], hypers[g]
@@ -349,8 +275,8 @@ class ALTO(Optimizer):
                 grad_ema=u,
                 spans=planned.spans(trust_ratio.ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
-                model_copy=self._model_copies.flat(param),
                 seed=self._seed(param, planned, g, i),
+                place=planned.place,
             )
             inputs.add(shard, planned, k)
         return inputs
@@ -396,83 +322,3 @@ class ALTO(Optimizer):
     def has_new_diagnostics(self) -> bool:
         """Whether a step was measured since the last call of :meth:`diagnostics`."""
         return self._diagnostics.unread
-
-    # -- state --------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def initialize_state(self) -> None:
-        """Allocate the states of all parameters now. Engines that save or link state early need it."""
-        for group in self.param_groups:
-            hyper = self._checked(group)
-            for param in group["params"]:
-                self._state_of(param, group, hyper)
-
-    def _state_of(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyperparameters) -> dict[str, Any]:
-        """A parameter's states, allocated on first use.
-
-        grad_ema comes with the first alpha that is not 0 (from zero, as at step 1) and then stays up to
-        date, so that alpha may change at any time.
-        """
-        state: dict[str, Any] = self.state[param]
-        if states.STEP not in state:
-            state[states.STEP] = states.new_step()
-        elif state[states.STEP].device.type != "cpu":  # an engine moved all states; each step would wait for it
-            state[states.STEP] = state[states.STEP].cpu()
-        for key in self.state_keys:
-            chosen = self._state_dtypes.get(key)
-            if key not in state:
-                if key != states.GRAD_EMA or hyper.alpha != 0:
-                    state[key] = self.new_state(param, key)
-            elif chosen is not None and state[key].dtype != chosen:  # an engine that loaded states in its own way
-                state[key] = states.match_layout(state[key], param, chosen)
-        if states.GRAD_EMA in state:
-            group.setdefault(GRAD_EMA_BETA1, hyper.betas[0])
-        return state
-
-    def new_state(self, param: torch.Tensor, key: str) -> torch.Tensor:
-        """Zeros for one of the ``state_keys`` of a parameter, in the precision chosen for it."""
-        return states.new_state(param, self._state_dtypes.get(key))
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in ``torch.optim``. A step that may have been skipped is waited for, so that the count is right."""
-        self._skipped.resolve_pending()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, all of it or nothing.
-
-        A checkpoint that lacks a state, or whose tensors do not fit, is refused before anything changes.
-        Hyperparameters come from the checkpoint, as in ``torch.optim``; the precision of states does not: one
-        that was saved in another is converted, to float32 exactly, to bfloat16 by rounding to nearest.
-        """
-        self._skipped.resolve_pending()
-        load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
-
-    def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        check_saved_by_alto(state_dict, self.param_groups)
-        for g, group in enumerate(state_dict["param_groups"]):
-            if GRAD_EMA_BETA1 in group:
-                check_beta(f"the checkpoint's {GRAD_EMA_BETA1} of group {g}", group[GRAD_EMA_BETA1])
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._skipped.resolve_pending()
-        lost = self._layouts_lost or bool(self._layouts) or bool(self._joined)
-        return {
-            **super().__getstate__(),
-            "_kernel": self._kernel,
-            "_state_dtypes": self._state_dtypes,
-            "_diagnostics": self._diagnostics.fresh(),
-            "_skipped": self._skipped.fresh(),
-            "_layouts_lost": lost,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Called by unpickling and copying with all of __getstate__, and by load_state_dict with the
-        # states and groups alone.
-        if "_layouts" not in self.__dict__:
-            # Of an ALTO that was pickled before there was a choice.
-            self._state_dtypes, self._skipped = {}, SkippedSteps(False)
-            self._model_copies = states.ModelCopies({}, [])
-            self._use_layouts({}, ())
-        super().__setstate__(state)
-        self._plans.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,18 +16,23 @@ EXP_AVG_SQ = "exp_avg_sq"
 GRAD_EMA = "grad_ema"
 STEP = "step"
 
+#: Group key that remembers the beta1 with which grad_ema was gathered: the one-tensor identity holds only while it
+#: stays, also over a checkpoint.
+GRAD_EMA_BETA1 = "grad_ema_beta1"
 
 #: States that may be kept in bfloat16, with stochastic rounding. exp_avg_sq may not: a root is taken of it.
 SHRINKABLE = (EXP_AVG, GRAD_EMA)
 
+#: What an option for the precision of a state may say; None is the usual precision.
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+
 
 def check_dtype(option: str, dtype: Any) -> torch.dtype | None:
     """The dtype that an option like ``grad_ema_dtype`` stands for; None for the usual precision."""
-    known: dict[Any, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None
-    if name not in known:
+    if name not in DTYPES:
         raise ValueError(f"{option}={shown(dtype)} is not one of 'float32', 'bfloat16'")
-    return known[name]
+    return DTYPES[name]
 
 
 def state_dtype(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.dtype:
@@ -84,27 +88,3 @@ def match_layout(state: torch.Tensor, param: torch.Tensor, chosen: torch.dtype |
     if as_needed and in_memory_order(state, param).is_contiguous():
         return state
     return new_state(param, chosen).copy_(state)
-
-
-class ModelCopies:
-    """bfloat16 copies of parameters, which a step keeps up to date as it goes over the parameters."""
-
-    def __init__(self, copies: Mapping[torch.Tensor, torch.Tensor], params: list[torch.Tensor]) -> None:
-        known = {id(param) for param in params}
-        for param, copy in copies.items():
-            if id(param) not in known:
-                raise ValueError(f"a model copy of shape {tuple(copy.shape)} is for a tensor that is no parameter here")
-            if copy.dtype != torch.bfloat16:
-                raise ValueError(f"a model copy must be bfloat16, not {copy.dtype}")
-            if tuple(copy.shape) != tuple(param.shape) or dtensor.is_dtensor(copy) != dtensor.is_dtensor(param):
-                raise ValueError(
-                    f"a model copy must be shaped and sharded like its parameter: {type(copy).__name__} of "
-                    f"{tuple(copy.shape)} for {type(param).__name__} of {tuple(param.shape)}"
-                )
-            if copy.device != param.device or not in_memory_order(copy, param).is_contiguous():
-                raise ValueError("a model copy must lie on its parameter's device and be laid out in memory like it")
-        self._copies = dict(copies)
-
-    def flat(self, param: torch.Tensor) -> torch.Tensor | None:
-        copy = self._copies.get(param)
-        return None if copy is None else in_memory_order(copy.detach(), param).view(-1)

@@ -3,18 +3,17 @@ docs/versions.md.
 
     python scripts/matrix.py                        every combination that has no result yet
     python scripts/matrix.py deepspeed-0.18.9 ...   those, again
-    python scripts/matrix.py --table                write the table alone
 
 A release is installed beside the environment, not into it: ``pip install --target`` into .cache/matrix, first on the
-Python path of the tests. Everything else is the environment's. Another Python needs an environment of its own, made
-with ``PYTHON=python3.12 bash scripts/test.sh``. Results are kept in .cache/matrix; a run that is stopped goes on.
+Python path of the tests, unless it is the environment's own. Everything else is the environment's. Another Python needs
+an environment of its own, made with ``PYTHON=python3.12 bash scripts/test.sh``; its rows stand beside the others. The
+table itself keeps the results: each one is written as soon as it is there, and a run that is stopped goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import shutil
@@ -26,13 +25,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "matrix"
-RESULTS = CACHE / "results.json"
 TABLE = ROOT / "docs" / "versions.md"
+PYTHON = platform.python_version()
 
 RELEASES = {
     "torch": ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     "deepspeed": (
-        *("0.16.9", "0.17.6", "0.18.0", "0.18.3", "0.18.9"),
+        *("0.16.9", "0.17.6"),
+        *(f"0.18.{patch}" for patch in range(10)),
         *(f"0.19.{patch}" for patch in range(9)),
     ),
     "megatron-core": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
@@ -69,15 +69,16 @@ def install(name: str, version: str) -> Path:
 
 def run(name: str, version: str) -> dict[str, Any]:
     """How many tests of one combination pass, and which fail."""
-    overlay = install(name, version)
-    path = os.pathsep.join([str(overlay), str(ROOT)])
-    variables = {"ALTO_OVERLAY": str(overlay), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ALL_CELLS": "1"}
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if version != _installed(name):
+        overlay = str(install(name, version))
+        variables.update(ALTO_OVERLAY=overlay, PYTHONPATH=os.pathsep.join([overlay, str(ROOT)]))
     variables["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     passed, failed = (run_cases if name in CASES else run_files)(name, version, variables)
     return {
         "passed": passed,
         "failed": failed,
-        "python": platform.python_version(),
+        "python": PYTHON,
         "torch": version if name == "torch" else _installed("torch"),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
@@ -86,12 +87,17 @@ def run(name: str, version: str) -> dict[str, Any]:
 def run_cases(name: str, version: str, variables: dict[str, str]) -> tuple[int, list[str]]:
     """The cases over two ranks: how many passed, and the names of the others."""
     sys.path.insert(0, str(ROOT))
-    from tests.helpers.launcher import launch
+    os.environ["EXHAUSTIVE"] = "1"  # all cells, here and on the ranks
+    from tests.helpers.cases import Launch
+    from tests.helpers.launcher import SKIPPED
+    from tests.helpers.launcher import run as run_ranks
 
     folder = CACHE / f"ranks-{name}-{version}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    outcomes = launch(CASES[name], 2, folder, timeout=3600, **variables)
+    launch = Launch(CASES[name], 2, "cpu")
+    outcomes = run_ranks(launch, [*launch.cases()], folder, timeout=3600, **variables)
+    outcomes = {case: problem for case, problem in outcomes.items() if not (problem or "").startswith(SKIPPED)}
     failed = {case: problem for case, problem in outcomes.items() if problem}
     (CACHE / f"{name}-{version}.log").write_text("\n\n".join(f"{case}\n{why}" for case, why in failed.items()))
     return len(outcomes) - len(failed), list(failed)
@@ -114,61 +120,70 @@ def run_files(name: str, version: str, variables: dict[str, str]) -> tuple[int, 
 def _installed(name: str) -> str:
     import importlib.metadata
 
-    return importlib.metadata.version(name).partition("+")[0]
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
-def results() -> dict[str, dict[str, Any]]:
-    known: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    return known
+#: Around the table in docs/versions.md.
+BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->"
+COLUMNS = ("release", "Python", "torch", "passed", "failed", "date")
 
 
-def table(known: dict[str, dict[str, Any]]) -> str:
-    """The results as Markdown."""
-    lines = ["| release | Python | torch | passed | failed | date |", "|---|---|---|---|---|---|"]
-    for name, releases in RELEASES.items():
-        for version in releases:
-            found = known.get(f"{name}-{version}")
-            if found is not None:
-                numbers = [found["passed"], len(found["failed"])]
-                cells = [f"{name} {version}", found["python"], found["torch"], *numbers, found["date"]]
-                lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+def rows() -> dict[tuple[str, str], list[str]]:
+    """The cells of the table, by release and Python's minor version."""
+    _, _, rest = TABLE.read_text().partition(BEGIN)
+    lines = rest.partition(END)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    return {(row[0], minor(row[1])): row for row in cells}
 
 
-def write_table() -> None:
-    """Replace the table in docs/versions.md."""
-    begin, end = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-    before, _, rest = TABLE.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    TABLE.write_text(f"{before}{begin}\n{table(results())}\n{end}{after}")
+def minor(python: str) -> str:
+    return ".".join(python.split(".")[:2])
+
+
+def add_row(name: str, version: str, outcome: dict[str, Any]) -> None:
+    """Put one result into the table, read again: another run may have added to it."""
+    release = f"{name} {version}"
+    counts = [outcome["passed"], len(outcome["failed"])]
+    cells = [release, outcome["python"], outcome["torch"], *map(str, counts), outcome["date"]]
+    known = {**rows(), (release, minor(PYTHON)): cells}
+    order = {f"{name} {version}": place for place, (name, version) in enumerate(every().values())}
+
+    def place(key: tuple[str, str]) -> tuple[int, int]:
+        return order.get(key[0], len(order)), int(key[1].split(".")[1])
+
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(known[key])} |" for key in sorted(known, key=place)]
+    before, _, rest = TABLE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    TABLE.write_text("".join([before, BEGIN, *(f"{line}\n" for line in lines), END, after]))
+
+
+def every() -> dict[str, tuple[str, str]]:
+    """All combinations, by the name that the command line has for them."""
+    return {f"{name}-{version}": (name, version) for name, releases in RELEASES.items() for version in releases}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("combinations", nargs="*", metavar="NAME-VERSION", help="like deepspeed-0.18.9")
-    parser.add_argument("--table", action="store_true", help="write the table of the results that there are")
     parser.add_argument("--keep", action="store_true", help="keep the folders of torch, 3 GB each")
     options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
-    if not options.table:
-        known = results()
-        every = {f"{name}-{version}": (name, version) for name, releases in RELEASES.items() for version in releases}
-        unknown = [chosen for chosen in options.combinations if chosen not in every]
-        if unknown:
-            parser.error(f"{', '.join(unknown)}: not one of {', '.join(every)}")
-        for chosen in options.combinations or [key for key in every if key not in known]:
-            name, version = every[chosen]
-            outcome = run(name, version)
-            known = {**results(), chosen: outcome}  # read again: another run may have added to it
-            RESULTS.write_text(json.dumps(known, indent=1))
-            print(
-                f"{chosen}: {outcome['passed']} passed, {len(outcome['failed'])} failed",
-                *outcome["failed"][:5],
-                flush=True,
-            )
-            if name == "torch" and not options.keep:
-                shutil.rmtree(CACHE / chosen, ignore_errors=True)
-    write_table()
+    unknown = [chosen for chosen in options.combinations if chosen not in every()]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: not one of {', '.join(every())}")
+    done = {release.replace(" ", "-") for release, python in rows() if python == minor(PYTHON)}
+    for chosen in options.combinations or [key for key in every() if key not in done]:
+        name, version = every()[chosen]
+        outcome = run(name, version)
+        add_row(name, version, outcome)
+        failed = outcome["failed"]
+        print(f"{chosen}: {outcome['passed']} passed, {len(failed)} failed", *failed[:5], flush=True)
+        if name == "torch" and not options.keep:
+            shutil.rmtree(CACHE / chosen, ignore_errors=True)
 
 
 if __name__ == "__main__":

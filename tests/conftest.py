@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.helpers.launcher import EXHAUSTIVE
+from tests.helpers import launcher
+from tests.helpers.cases import EXHAUSTIVE, Case, with_all_before
+from tests.helpers.pretrain_runs import prepare_tokens
 
 # One launch of processes may serve many examples, so a single one may be slow. CI runs are repeatable; exhaustive ones
 # draw anew each time, and print what reproduces a failure.
@@ -27,14 +29,55 @@ LONGEST_FIRST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    group_by_ranks(items)
+
+
+def group_by_ranks(items):
+    """With ``--dist loadgroup``: tests that share ranks or their files go to one worker, others by file.
+
+    Unless a test has a mark of its own, which it may have if it uses no fixture of its file.
+    """
+    groups = {}  # (path, launch) -> the first of its group
+    for item in items:
+        if case := case_of(item):
+            together = {groups.setdefault((item.path, launch), launch) for launch in with_all_before([case])}
+            if len(together) > 1:
+                groups |= {
+                    key: case.launch for key, first in groups.items() if key[0] == item.path and first in together
+                }
+    for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
+        case = case_of(item)
+        first = groups[item.path, case.launch] if case else None
+        name = item.path.stem if first is None else f"{item.path.stem} {list(groups).index((item.path, first))}"
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
+def case_of(item):
+    """The case that a test checks, if it does."""
+    case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+    return case if isinstance(case, Case) else None
+
+
+def pytest_collection_finish(session):
+    """What -k, -m and ids have left is what ranks will run."""
+    launcher.select(case for item in session.items if (case := case_of(item)))
 
 
 @pytest.fixture(autouse=True)
 def _same_seed_for_every_test():
     torch.manual_seed(1234)
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """Prepared data for the training program."""
+    return prepare_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..adaptor import E
-from ..hyperparameters import refuse_unknown
+from ..hyperparameters import Hyperparameters, refuse_unknown
 from ..optimizer import ALTO
 from ..param_groups import whole_shape
 
@@ -27,7 +27,12 @@ class ESGD(E):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, alpha: float = -5.0, beta1: float = 0.99, **sgd: Any
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        alpha: float = Hyperparameters.alpha,
+        beta1: float = Hyperparameters.betas[0],
+        **sgd: Any,
     ) -> None:
         known = (*_SGD_NAMES, "alpha", "beta1")
         refuse_unknown((name for name in sgd if name not in known), known)

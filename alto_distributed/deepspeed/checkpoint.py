@@ -28,8 +28,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .. import states
-from ..optimizer import ALTO, GRAD_EMA_BETA1
+from ..optimizer import ALTO
 from ..safe_load import more_than_data, only_data
+from ..states import GRAD_EMA_BETA1
 from .build import OPTIMIZERS
 from .data_classes import CLASSES
 from .versions import load_state

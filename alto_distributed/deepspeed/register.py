@@ -84,13 +84,13 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parame
 
 def _configure_fp16_optimizer(original: Callable[..., Any], engine: Any, optimizer: Any, *args: Any) -> Any:
     if isinstance(optimizer, OPTIMIZERS):
-        with _not_stepping(optimizer):
+        with not_stepping(optimizer):
             return original(optimizer, *args)
     return original(optimizer, *args)
 
 
 @contextmanager
-def _not_stepping(optimizer: Any) -> Iterator[None]:
+def not_stepping(optimizer: Any) -> Iterator[None]:
     """The wrapper of stage 0 steps once with zero gradients to have state allocated: the decay would shrink
     the weights, and counting would start at 1."""
     before = optimizer.__dict__.get("step")

@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from .. import states, version
 from ..diagnostics import Reading
 from ..hyperparameters import Hyperparameters
-from ..optimizer import ALTO, GRAD_EMA_BETA1
+from ..optimizer import ALTO
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import config as configs
@@ -39,7 +39,7 @@ WRAPPERS: dict[type, type] = {
 }
 
 #: Of the config, besides hyperparameters: what must be the same on all ranks.
-_OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite")
+_OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", *configs.STATE_DTYPES)
 
 
 def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
@@ -118,6 +118,7 @@ def _exchange(wrapper: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> N
         [{"params": []}],
         kernel=configs.of(config, "kernel"),
         diagnostics_every=configs.of(config, "diagnostics_every"),
+        **{name: configs.of(config, name) for name in configs.STATE_DTYPES},
         **hyper.as_group(),
     )
     for group in adam.param_groups:
@@ -144,7 +145,7 @@ def _make_altos(group: dict[str, Any], adams: dict[str, Any], hyper: Hyperparame
     group["decayed"] = decay != 0  # also while a schedule of the weight decay passes through 0
     group[states.STEP] = 0
     if hyper.alpha != 0:  # also where this rank has no parameter of the group: rank 0's groups are what is saved
-        group[GRAD_EMA_BETA1] = hyper.betas[0]
+        group[states.GRAD_EMA_BETA1] = hyper.betas[0]
 
 
 def _count_steps(alto: torch.optim.Optimizer, *_: Any) -> None:

@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
+from ..states import DTYPES
 from .config import NAME, AltoOptimizerConfig
 
 #: Flag -> the field of AltoOptimizerConfig that it sets, what argparse should know, and what it means.
@@ -60,6 +61,12 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"action": "store_true"},
         "skip a step, on all ranks, if any gradient is not finite (fp16 always does)",
     ),
+    "--alto-grad-ema-dtype": (
+        "alto_grad_ema_dtype",
+        {"choices": tuple(DTYPES)},
+        "precision of the third state; bfloat16 is rounded stochastically",
+    ),
+    "--alto-exp-avg-dtype": ("alto_exp_avg_dtype", {"choices": tuple(DTYPES)}, "precision of the first moment"),
     "--alto-adopt": (
         "alto_adopt",
         {"action": "store_true"},

@@ -6,13 +6,18 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig
 
 from ..diagnostics import Diagnostics
-from ..hyperparameters import Hyperparameters
+from ..hyperparameters import DEFAULT_LR, Hyperparameters
 from ..kernels import check_kernel
+from ..states import check_dtype
 
 NAME = "alto"
+
+#: ALTO's options for the precision of its states.
+STATE_DTYPES = ("grad_ema_dtype", "exp_avg_dtype")
 
 
 @dataclass
@@ -24,23 +29,23 @@ class AltoOptimizerConfig(OptimizerConfig):
     """
 
     optimizer: str = NAME
-    lr: float | None = 1e-2
-    weight_decay: float = 1e-4
+    lr: float | None = DEFAULT_LR
+    weight_decay: float = Hyperparameters.weight_decay
 
-    alto_alpha: float = -5.0
+    alto_alpha: float = Hyperparameters.alpha
     """Weight of the acceleration, ``|alpha| < 1/(1 - beta1)``. 0 is LAMB, and needs no third state."""
 
-    alto_betas: tuple[float, float, float] = (0.99, 0.9, 0.99)
+    alto_betas: tuple[float, float, float] = Hyperparameters.betas
     """Decays of the acceleration, the first and the second moment."""
 
-    alto_eps: float | tuple[float, float, float] = 1e-6
+    alto_eps: float | tuple[float, float, float] = Hyperparameters.eps[0]
     """eps1, or the paper's (eps1, eps2, eps3)."""
 
-    alto_layerwise: str = "decayed"
+    alto_layerwise: str = Hyperparameters.layerwise
     """Which parameters get the layer-wise ratio: "decayed" (all but those with ``wd_mult`` 0: biases and
     vectors), "matrices", "all" or "none"."""
 
-    alto_bias_correction: bool = True
+    alto_bias_correction: bool = Hyperparameters.bias_correction
     """False is the paper's "ALTO Vanilla"."""
 
     alto_kernel: str = "auto"
@@ -51,6 +56,12 @@ class AltoOptimizerConfig(OptimizerConfig):
 
     alto_skip_nonfinite: bool = False
     """Skip a step, on all ranks, if any gradient is not finite. With a loss scaler (fp16) Megatron does that itself."""
+
+    alto_grad_ema_dtype: str = "float32"
+    """"bfloat16" keeps this state in 2 bytes a parameter instead of 4, with stochastic rounding."""
+
+    alto_exp_avg_dtype: str = "float32"
+    """The same for the first moment."""
 
     alto_adopt: bool = False
     """The checkpoint to load is one of Adam's: keep weights, moments and step count, start grad_ema from zero."""
@@ -64,6 +75,38 @@ class AltoOptimizerConfig(OptimizerConfig):
             raise ValueError(PRECISION_AWARE)
         check(self)
         super().__post_init__()
+
+    def finalize(self) -> None:
+        """Check the config again. Megatron-Bridge calls this after all overrides."""
+        self.__post_init__()
+
+    def provide(
+        self,
+        model_chunks: Any,
+        config_overrides: Any = None,
+        use_gloo_process_groups: bool = True,
+        pg_collection: Any = None,
+    ) -> Any:
+        """Build the optimizer. Megatron-Bridge calls this instead of ``get_megatron_optimizer``.
+
+        Args:
+            model_chunks: the model's chunks on this rank, or the only one.
+            config_overrides: learning rates and weight decay of some parameters.
+            use_gloo_process_groups: whether there are gloo groups for checkpoints that are gathered on the host.
+            pg_collection: the process groups, if they are not Megatron's global ones.
+
+        Returns:
+            Megatron's optimizer with ALTO inside.
+        """
+        chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
+        # By keyword, and through the module: it is the function that register() has replaced.
+        return core_optimizer.get_megatron_optimizer(
+            config=self,
+            model_chunks=chunks,
+            config_overrides=config_overrides,
+            use_gloo_process_groups=use_gloo_process_groups,
+            pg_collection=pg_collection,
+        )
 
 
 PRECISION_AWARE = (
@@ -83,6 +126,8 @@ def check(config: OptimizerConfig) -> Hyperparameters:
         raise ValueError("ALTO under Megatron: lr is not set; give OptimizerConfig(lr=...) (--lr)")
     check_kernel(of(config, "kernel"))
     Diagnostics(of(config, "diagnostics_every"))
+    for name in STATE_DTYPES:
+        check_dtype(f"alto_{name}", of(config, name))
     for name in ("bias_correction", "skip_nonfinite", "adopt"):
         if not isinstance(of(config, name), bool):
             raise ValueError(f"alto_{name}={of(config, name)!r} must be True or False")

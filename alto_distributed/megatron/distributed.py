@@ -17,9 +17,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from .. import states
 from ..optimizer import ALTO
+from ..sharding.rank_sync import run_on_rank0
 from . import config as configs
 from .checkpoint_formats import CORRUPTED, corrupts_fully_reshardable, refuse_format
-from .gather_state import agree, gather, require_gloo, scatter
+from .gather_state import gather, require_gloo, scatter
 from .group_loading import disambiguated, has_third_state, take_over
 from .layout import main_parameters
 from .param_gather import WARNING, finish_param_gather, is_outstanding
@@ -163,7 +164,8 @@ class AltoDistributedOptimizer(DistributedOptimizer):
             )
         self.optimizer.initialize_state()
         with self._without_third(self._adopts):
-            agree(self, _problem(state_dict, self.optimizer_state_keys, self._adopts))
+            keys, adopts = self.optimizer_state_keys, self._adopts
+            run_on_rank0(lambda: _refuse_incomplete(state_dict, keys, adopts), require_gloo(self))
             apart = not STATE_KEYS_ARE_A_PROPERTY and states.GRAD_EMA in self.optimizer_state_keys
             with self._without_third(apart):
                 super().load_parameter_state_from_dp_zero(state_dict)
@@ -171,18 +173,19 @@ class AltoDistributedOptimizer(DistributedOptimizer):
                 scatter(self, states.GRAD_EMA, state_dict)
 
 
-def _problem(state_dict: Any, keys: tuple[str, ...], adopts: bool) -> str | None:
-    """What is wrong with a gathered checkpoint; only data-parallel rank 0 has it in hand."""
+def _refuse_incomplete(state_dict: Any, keys: tuple[str, ...], adopts: bool) -> None:
+    """Raise for a gathered checkpoint that has other states; only data-parallel rank 0 has it in hand."""
     for index, by_dtype in (state_dict or {}).items():
         if not isinstance(by_dtype, dict):
             continue  # a remark of Megatron's on the format
         for tensors in by_dtype.values():
             missing = [key for key in (_PARAM, *keys) if key not in tensors]
             if missing:
-                return (
+                raise ValueError(
                     f"buffer {index} of the checkpoint has no {', '.join(map(repr, missing))}; a run resumed from it "
                     "would differ from the saved one. To take over Adam's, set alto_adopt=True (--alto-adopt)"
                 )
             if adopts and states.GRAD_EMA in tensors:
-                return f"the checkpoint has {states.GRAD_EMA!r}: load it with alto_adopt=False (leave out --alto-adopt)"
-    return None
+                raise ValueError(
+                    f"the checkpoint has {states.GRAD_EMA!r}: load it with alto_adopt=False (leave out --alto-adopt)"
+                )

@@ -120,15 +120,6 @@ def require_gloo(wrapper: Any) -> Any:
     return wrapper.data_parallel_group_gloo
 
 
-def agree(wrapper: Any, problem: str | None) -> None:
-    """Raise rank 0's problem on every data-parallel rank: the others would wait for it in a collective."""
-    group = require_gloo(wrapper)
-    said = [problem]
-    dist.broadcast_object_list(said, src=dist.get_global_rank(group, 0), group=group)
-    if said[0] is not None:
-        raise ValueError(said[0])
-
-
 def _buckets(wrapper: Any) -> Iterator[tuple[int, Any, Any, dict[Any, Any]]]:
     """(buffer's index, its dtypes, a bucket, what this rank holds of it), in the order that all ranks share."""
     for index, by_dtype in enumerate(wrapper.gbuf_ranges):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from ..optimizer import GRAD_EMA_BETA1
-from ..states import GRAD_EMA, STEP
+from ..states import GRAD_EMA, GRAD_EMA_BETA1, STEP
 
 #: Hyperparameters that Megatron's scheduler does not set: a resumed run has the checkpoint's.
 _FIXED = ("alpha", "betas", "eps", "layerwise", "bias_correction")
+
+#: What the scheduler makes the rate and the decay of a group from. Since 0.19 Megatron pairs groups by these too.
+_SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 #: One of the values by which Megatron pairs groups, lent for :func:`disambiguated`.
 _LENT = "is_decoupled_lr"
@@ -24,9 +26,7 @@ def has_third_state(groups: Sequence[Mapping[str, Any]]) -> bool:
     return any(GRAD_EMA_BETA1 in group for group in groups)
 
 
-def take_over(
-    saved: Sequence[dict[str, Any]], current: Sequence[Mapping[str, Any]], adopt: bool
-) -> list[dict[str, Any]]:
+def take_over(saved: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]], adopt: bool) -> list[dict[str, Any]]:
     """The groups of a checkpoint as ALTO's, in the checkpoint's order.
 
     Args:
@@ -46,8 +46,9 @@ def take_over(
             f"moments and step count of Adam, with {GRAD_EMA} from zero, set alto_adopt=True (--alto-adopt) for the "
             "first load"
         )
+    own = _counterparts(saved, current)
     if adopt:
-        return [_adopted(group, current[0]) for group in saved]
+        return [_adopted(group, mine) for group, mine in zip(saved, own or [current[0]] * len(saved), strict=True)]
     if has_third_state(saved) != has_third_state(current):
         with_it, without = ("the checkpoint", "this run") if has_third_state(saved) else ("this run", "the checkpoint")
         raise ValueError(
@@ -60,14 +61,33 @@ def take_over(
                 f"ALTO goes on with the checkpoint's {name}={saved[0][name]}, not with this run's {current[0][name]}",
                 stacklevel=3,
             )
+    if _SCHEDULE[0] not in param_group_identifier_keys:
+        _warn_of_other_schedule(zip(saved, own or (), strict=False))
     return list(saved)
 
 
+def _warn_of_other_schedule(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Before 0.19, Megatron goes on with the checkpoint's, whatever the flags of the scheduler say."""
+    for saved, current in pairs:
+        for name in _SCHEDULE:
+            if None not in (saved.get(name), current.get(name)) and saved[name] != current[name]:
+                warnings.warn(
+                    f"Megatron goes on with the checkpoint's {name}={saved[name]}, not this run's {current[name]}. "
+                    "This release does so with any optimizer; megatron-core 0.19 and later take the new value with "
+                    "--override-opt_param-scheduler",
+                    stacklevel=4,
+                )
+                return
+
+
 def _adopted(saved: dict[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of Adam's: what Megatron put there, its rate, decay and count, and our hyperparameters."""
+    """A group of Adam's: what Megatron put there, with our hyperparameters and this run's schedule.
+
+    Adam's rate is no rate for ALTO. The group's ``lr`` stays until the scheduler's first step.
+    """
     keys = set(current) | {"wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "params", STEP}
     group = {key: value for key, value in saved.items() if key in keys}
-    for name in (*_FIXED, GRAD_EMA_BETA1):
+    for name in (*_FIXED, *_SCHEDULE, GRAD_EMA_BETA1):
         if name in current:
             group[name] = current[name]
     group[STEP] = int(saved.get(STEP, 0))
@@ -77,36 +97,59 @@ def _adopted(saved: dict[str, Any], current: Mapping[str, Any]) -> dict[str, Any
     return group
 
 
+def _counterparts(saved: Sequence[Mapping[str, Any]], current: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The current group of each saved one, or None if they are not the same groups.
+
+    They are paired by what Megatron pairs them by, apart from the schedule; those that are alike, by their order.
+    """
+    waiting = list(current)
+    found = []
+    for group in saved:
+        alike = [mine for mine in waiting if _identity(mine, _SCHEDULE) == _identity(group, _SCHEDULE)]
+        if not alike:
+            return None
+        found.append(alike[0])
+        waiting = [mine for mine in waiting if mine is not alike[0]]
+    return None if waiting else found
+
+
 @contextmanager
 def disambiguated(saved: Sequence[dict[str, Any]], optimizer: Any) -> Iterator[None]:
-    """While Megatron loads: groups that differ in nothing but their ``max_lr`` are paired by their position.
+    """While Megatron loads: groups are paired whatever their schedules, and those that are alike by their order.
 
-    megatron-core 0.16.1 pairs groups by other values, so that with a decoupled learning rate all of them would go on
-    with the rate of the last.
+    megatron-core before 0.19 does not look at ``max_lr``, so that with a decoupled learning rate all groups would go on
+    with the rate of the last. Later ones do, and find no group for a run with another learning rate.
 
     Args:
         saved: groups to load, in the checkpoint's order.
         optimizer: the inner optimizer, whose groups Megatron exchanges for them.
     """
     identities = [_identity(group) for group in saved]
-    if len(set(identities)) == len(saved):
+    mine = optimizer.param_groups
+    if len(set(identities)) == len(saved) and set(map(_identity, mine)) <= set(identities):
         yield
         return
-    if identities != [_identity(group) for group in optimizer.param_groups]:
+    pairs = _counterparts(saved, mine)
+    if pairs is None:
         raise ValueError(
             f"the checkpoint's parameter groups {identities} ({', '.join(param_group_identifier_keys)}) are not this "
             "run's; build them with the overrides of the learning rate (--decoupled-lr) that were saved"
         )
-    flags = [group.get(_LENT, False) for group in saved]
-    for i, pair in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        for group in pair:
-            group[_LENT] = i
+    before = [{key: group[key] for key in (*_SCHEDULE, _LENT) if key in group} for group in pairs]
+    flags = {}
+    for i, (group, own) in enumerate(zip(saved, pairs, strict=True)):
+        flags[f"group {i}"] = group.get(_LENT, False)
+        own.update({key: group[key] for key in _SCHEDULE if key in group})
+        group[_LENT] = own[_LENT] = f"group {i}"
     try:
         yield
     finally:
-        for group, flag in zip(optimizer.param_groups, flags, strict=True):
-            group[_LENT] = flag
+        for own, values in zip(pairs, before, strict=True):
+            own.update(values)
+        for group in optimizer.param_groups:
+            group[_LENT] = flags.get(group[_LENT], group[_LENT])
 
 
-def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
+def _identity(group: Mapping[str, Any], leave_out: Sequence[str] = ()) -> tuple[Any, ...]:
+    keys = (key for key in param_group_identifier_keys if key not in leave_out)
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)

@@ -40,11 +40,6 @@ def _in_config(config: Any) -> Iterator[str]:
             "the layer-wise distributed optimizer has not been tested; set use_distributed_optimizer=True instead "
             "(--use-distributed-optimizer)"
         )
-    if config.overlap_param_gather_with_optimizer_step:
-        yield (
-            "overlap_param_gather_with_optimizer_step has not been tested; leave out "
-            "--overlap-param-gather-with-optimizer-step (--overlap-param-gather is fine)"
-        )
     if not config.decoupled_weight_decay:
         yield (
             "decoupled_weight_decay=False adds the decay to the gradient, and ALTO's is part of its update; set "
@@ -74,6 +69,11 @@ def _in_model(model_chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
                 "(--use-distributed-optimizer without --use-megatron-fsdp or --use-torch-fsdp2)"
             )
         model: Any = getattr(chunk, "config", None)
+        if getattr(model, "use_mup", False):
+            yield (
+                "use_mup divides the learning rate of hidden layers by their width, as Adam needs it, and ALTO's step "
+                "is already relative to the norm of the weights; leave out --use-mup"
+            )
         if (
             getattr(model, "num_moe_experts", None)
             and model.expert_model_parallel_size == 1

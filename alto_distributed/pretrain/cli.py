@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import logging
 import os
 import shlex
 import subprocess
@@ -20,8 +21,12 @@ from . import report
 from .checkpoint.manager import Checkpoints
 from .config import settings as config
 from .config.settings import Run
+from .console import log_lines
 from .memory import estimate
 from .memory import usage as memory
+from .optimizers import arguments
+
+_log = logging.getLogger(__name__)
 
 #: What every run imports sooner or later, the figure at its end included; and what each engine does.
 _NEEDED = ("matplotlib", "numpy", "tqdm", "transformers")
@@ -36,7 +41,8 @@ def main(arguments: Sequence[str], program: str = "python -m alto_distributed") 
     parser = _parser(program)
     options = parser.parse_args(arguments)
     try:
-        options.action(options)
+        with log_lines():
+            options.action(options)
     except (ValueError, OSError) as error:
         raise SystemExit(f"alto_distributed {options.command}: {error}") from error
 
@@ -97,6 +103,7 @@ def _settings(options: argparse.Namespace) -> Run:
     if name and name != run.optimizer.name:
         named = [f"optimizer={{name: {name}}}"]
         run = config.load(options.config, [*named, *overrides])
+    arguments(run)  # refuses an optimizer or options that do not exist
     return run
 
 
@@ -121,7 +128,7 @@ def _pretrain(options: argparse.Namespace) -> None:
         try:
             text, drawing = report.write([directory], directory)
         except (OSError, ValueError) as error:  # the run itself is done, and saved
-            print(f"there is no report of {directory}: {error}", file=sys.stderr)
+            _log.warning("there is no report of %s: %s", directory, error)
         else:
             print(f"{text}\n\nfigure: {drawing}")
 
@@ -187,7 +194,7 @@ def _compare(options: argparse.Namespace) -> None:
         command += [*_entry(), "pretrain", "--config", str(options.config), "--into", str(directory)]
         command += ["--optimizer", name, *(["--engine", options.engine] if options.engine else [])]
         command += [f"optimizer.{setting}" for setting in settings.split(",") if setting] + overrides
-        print(f"+ {shlex.join(command)}", flush=True)
+        _log.info("+ %s", shlex.join(command))
         if status := subprocess.run(command, check=False).returncode:
             raise SystemExit(f"alto_distributed compare: {choice} ended with status {status}; it says why above")
         directories.append(directory)

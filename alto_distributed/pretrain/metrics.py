@@ -13,6 +13,7 @@ import csv
 import functools
 import io
 import json
+import logging
 import os
 import sys
 import warnings
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 #: Columns of metrics.csv; metrics.jsonl has whatever is measured besides.
 COLUMNS = (
@@ -93,9 +96,9 @@ class Log:
                 self._attempt("the records", functools.partial(sink, step, values))
 
     def say(self, line: str) -> None:
-        """A line for whoever watches, above the progress bar."""
+        """A line of the log, for whoever watches."""
         if self.speaks:
-            self._attempt("messages", lambda: _say(line))
+            self._attempt("messages", lambda: _log.info(line))
 
     def _write_events(self, step: int, values: Mapping[str, Any]) -> None:
         if self._events is None:
@@ -157,13 +160,6 @@ class _Lines:
                 raise
         finally:
             os.close(file)
-
-
-def _say(line: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()
 
 
 def _row(record: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..diagnostics import Reading
+from ..sharding.rank_sync import run_on_rank0
 from .checkpoint.manager import Checkpoints
 from .config.settings import Run
 from .data import files
@@ -23,7 +24,6 @@ from .engines.base import Engine, build
 from .memory.usage import peak
 from .metrics import Log
 from .runtime.launch_env import any_rank, read_launch_env, wait_at_most
-from .runtime.rank_sync import run_on_rank0
 from .runtime.rendezvous import rendezvous_again
 from .runtime.run_lock import PATIENCE, lock_run
 from .schedule import learning_rate
@@ -128,7 +128,6 @@ class Batches:
     def __init__(self, run: Run, engine: Engine) -> None:
         self._run = run
         self._rank = engine.data_parallel_rank, engine.data_parallel_size
-        run.accumulation(engine.data_parallel_size)  # refuses what does not divide, before anything is read
         if run.data.verify:
             run_on_rank0(lambda: files.verify(run.data.directory, *files.SPLITS))
         self._splits = {split: self._samples(split) for split in ("train", "valid")}

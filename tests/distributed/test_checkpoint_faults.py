@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from tests.end_to_end.test_pretrain_runs import arguments, data, losses  # noqa: F401  (a fixture)
-from tests.helpers.launcher import EXHAUSTIVE, REPO, check, environment, every_case
+from tests.helpers.cases import EXHAUSTIVE, REPO, every_case
+from tests.helpers.launcher import check, environment
+from tests.helpers.pretrain_runs import arguments, losses
 
 DEEPSPEED, MEGATRON = "faults", "faults_megatron"
 #: Instants at which ranks are killed, in everyday runs and in exhaustive ones.
@@ -21,7 +22,7 @@ def test_killed_while_it_saves(engine, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "tests.end_to_end.programs.checkpoint_faults",
+        "tests.distributed.programs.checkpoint_faults",
         engine,
         str(tmp_path / "run"),
         str(count),
@@ -54,22 +55,22 @@ def test_killed_while_it_saves(engine, tmp_path):
         assert len({trial["phases"][0] for trial in trials if trial["point"] is None}) >= 3, trials
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(DEEPSPEED, 2))
-def test_deepspeed(world, case, directory):
-    check(DEEPSPEED, world, case, directory)
+@pytest.mark.parametrize("case", every_case(DEEPSPEED, 2))
+def test_deepspeed(case, directory):
+    check(case, directory)
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(MEGATRON, 2))
-def test_megatron(world, case, directory):
-    check(MEGATRON, world, case, directory)
+@pytest.mark.parametrize("case", every_case(MEGATRON, 2))
+def test_megatron(case, directory):
+    check(case, directory)
 
 
 @pytest.mark.slow
-def test_the_program_goes_on_without_checkpoints_and_ends_with_an_error(data, tmp_path):  # noqa: F811
+def test_the_program_goes_on_without_checkpoints_and_ends_with_an_error(tokens, tmp_path):
     """All of it, where no file may be larger than 500 kB, as under a quota."""
     into = tmp_path / "run"
     more = ["training.iterations=3", "checkpoints.every=1", "schedule.warmup=1", "evaluation.every=0"]
-    command = [sys.executable, *arguments("deepspeed", data, into, *more)]
+    command = [sys.executable, *arguments("deepspeed", tokens, into, *more)]
     limited = ["bash", "-c", 'ulimit -f 500; exec "$@"', "-", *command]
     done = subprocess.run(limited, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
     output = done.stdout + done.stderr

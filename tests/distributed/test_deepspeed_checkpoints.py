@@ -5,25 +5,25 @@ import sys
 
 import pytest
 
-from tests.helpers.launcher import REPO, check, every_case, launch
+from tests.helpers.cases import REPO, every_case
+from tests.helpers.launcher import check
 
 SAME, OTHER = "zero_checkpoints", "zero_universal"
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(SAME, 2, 4))
-def test_at_the_same_world_size(world, case, directory):
-    check(SAME, world, case, directory)
+@pytest.mark.parametrize("case", every_case(SAME, 2, 4))
+def test_at_the_same_world_size(case, directory):
+    check(case, directory)
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(OTHER, 1, 2, 4))
-def test_at_another_world_size(world, case, directory):
-    for saving in (2, 4):
-        launch(SAME, saving, directory)
-    check(OTHER, world, case, directory)
+@pytest.mark.parametrize("case", every_case(OTHER, 1, 2, 4))
+def test_at_another_world_size(case, directory):
+    check(case, directory)
 
 
-def test_command_line(directory, capsys):
-    launch(SAME, 2, directory)
+@pytest.mark.parametrize("case", every_case(SAME, 2, only="case_conversion_carries_every_state-stage 1"))
+def test_command_line(case, directory, capsys):
+    check(case, directory)
     saved = directory / "saved by 2" / "stage 1"
     arguments = [str(saved / "saved"), str(saved / "by command")]
     command = [sys.executable, "-m", "alto_distributed.deepspeed.universal", *arguments]

@@ -9,15 +9,16 @@ from alto_distributed.pretrain.config import settings as config
 from alto_distributed.pretrain.memory import usage as memory
 from alto_distributed.pretrain.memory.footprint import STATES, Setting, checkpoint, footprint
 from alto_distributed.pretrain.memory.shapes import count, of_count, of_model
-from tests.helpers.launcher import REPO, check, every_case
+from tests.helpers.cases import REPO, every_case
+from tests.helpers.launcher import check
 
 RANKS = "memory"
 MEDIUM = str(REPO / "configs" / "gpt2-345m.yaml")
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(RANKS, 2))
-def test_real_runs_keep_what_was_estimated(world, case, directory):
-    check(RANKS, world, case, directory)
+@pytest.mark.parametrize("case", every_case(RANKS, 2))
+def test_real_runs_keep_what_was_estimated(case, directory):
+    check(case, directory)
 
 
 def table_of(capsys, *arguments):

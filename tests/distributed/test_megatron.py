@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.launcher import check, every_case, launch
+from tests.helpers.cases import every_case
+from tests.helpers.launcher import check
 
 MODULES = ",".join(
     f"{name}"
@@ -12,6 +13,7 @@ MODULES = ",".join(
         "megatron_parallel",
         "megatron_precision",
         "nonfinite_megatron",
+        "zero_gradients_megatron",
         "agreement_megatron",
         "megatron_checkpoints",
         "megatron_overlap",
@@ -22,7 +24,6 @@ MODULES = ",".join(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "case"), every_case(MODULES, 2, 1, 4))
-def test_megatron(world, case, directory):
-    launch(MODULES, 2, directory)  # saves the checkpoints that the others load
-    check(MODULES, world, case, directory)
+@pytest.mark.parametrize("case", every_case(MODULES, 2, 1, 4))
+def test_megatron(case, directory):
+    check(case, directory)

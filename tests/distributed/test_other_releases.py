@@ -6,8 +6,9 @@ import subprocess
 import pytest
 
 from scripts import matrix
-from tests.helpers.launcher import REPO, check, every_case
-from tests.unit.test_versions import supported
+from tests.helpers.cases import REPO, every_case
+from tests.helpers.launcher import check
+from tests.helpers.releases import supported
 
 #: Release -> the cases that are run with it. DeepSpeed's newest is the installed one.
 RELEASES = {
@@ -19,14 +20,14 @@ RELEASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("release", "world", "case"),
+    ("release", "case"),
     [
         pytest.param(release, *parameters.values, id=f"{'-'.join(release)}-{parameters.id}")
         for release, module in RELEASES.items()
         for parameters in every_case(module, 2)
     ],
 )
-def test_release(release, world, case, directory):
+def test_release(release, case, directory):
     try:
         overlay = matrix.install(*release)
     except subprocess.CalledProcessError as error:
@@ -34,7 +35,7 @@ def test_release(release, world, case, directory):
     place = directory / "-".join(release)
     place.mkdir(exist_ok=True)
     path = os.pathsep.join([str(overlay), str(REPO)])
-    check(RELEASES[release], world, case, place, ALTO_OVERLAY=str(overlay), PYTHONPATH=path)
+    check(case, place, ALTO_OVERLAY=str(overlay), PYTHONPATH=path)
 
 
 def test_the_oldest_and_the_newest_release_are_supported():

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.end_to_end.test_pretrain_runs import ENTRIES, arguments, losses, prepared, torchrun
-from tests.helpers.launcher import EXHAUSTIVE, REPO, check, every_case, launch
+from tests.helpers.cases import EXHAUSTIVE, REPO, every_case
+from tests.helpers.launcher import check
+from tests.helpers.pretrain_runs import ENTRIES, arguments, losses, torchrun
 from tests.helpers.processes import run
 
 CORE = "on_device,sharded,nonfinite,agreement"
 CHECKPOINTS = "checkpoints"
-# In this order: once DeepSpeed has been asked for float16 autocast, which we refuse, later engines have a GradScaler.
-ZERO = "nonfinite_deepspeed,on_device_deepspeed,zero"
+ZERO = "zero,on_device_deepspeed,nonfinite_deepspeed"
 ZERO_CHECKPOINTS = "zero_checkpoints"
 MEGATRON = ",".join(f"megatron{name}" for name in ("_on_device", "", "_parallel", "_program", "_overlap"))
 MEGATRON_MORE = "megatron_precision,nonfinite_megatron,agreement_megatron,megatron_checkpoints"
@@ -17,77 +17,84 @@ MEGATRON_MORE = "megatron_precision,nonfinite_megatron,agreement_megatron,megatr
 exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(CORE, 2))
-def test_core(world, case, directory):
-    check(CORE, world, case, directory, device="pretend")
+def pretended(modules, *world_sizes, **more):
+    return every_case(modules, *world_sizes, device="pretend", **more)
 
 
-@exhaustive
-@pytest.mark.parametrize(("world", "case"), every_case(CORE, 4))
-def test_core_on_two_dimensional_meshes(world, case, directory):
-    check(CORE, world, case, directory, device="pretend")
+def variations(modules, *world_sizes):
+    """Those that exhaustive runs alone have."""
+    return pretended(modules, *world_sizes) if EXHAUSTIVE else []
 
 
-def test_state_dicts(tmp_path):
+@pytest.mark.parametrize("case", pretended(CORE, 2))
+def test_core(case, directory):
+    check(case, directory)
+
+
+@pytest.mark.parametrize("case", variations(CORE, 4))
+def test_core_on_two_dimensional_meshes(case, directory):
+    check(case, directory)
+
+
+@pytest.mark.parametrize("case", pretended(CHECKPOINTS, 2, only="case_other_state_dicts"))
+def test_state_dicts(case, directory):
     """The other checkpoints take longer; the training program's are below."""
-    case = "case_flattened_and_full_state_dicts"
-    check(CHECKPOINTS, 2, case, tmp_path, device="pretend", ALTO_CASES=case)
+    check(case, directory)
 
 
-@exhaustive
-@pytest.mark.parametrize(("world", "case"), every_case(CHECKPOINTS, 4, 2))
-def test_checkpoints(world, case, directory):
-    launch(CHECKPOINTS, 4, directory, device="pretend")
-    check(CHECKPOINTS, world, case, directory, device="pretend")
+@pytest.mark.parametrize("case", variations(CHECKPOINTS, 4, 2))
+def test_checkpoints(case, directory):
+    check(case, directory)
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(ZERO, 2))
-def test_zero(world, case, directory):
-    check(ZERO, world, case, directory, device="pretend")
+@pytest.mark.parametrize("case", pretended(ZERO, 2))
+def test_zero(case, directory):
+    check(case, directory)
 
 
-@exhaustive
-@pytest.mark.parametrize(("world", "case"), every_case(ZERO_CHECKPOINTS, 2))
-def test_zero_checkpoints(world, case, directory):
-    check(ZERO_CHECKPOINTS, world, case, directory, device="pretend")
+@pytest.mark.parametrize("case", variations(ZERO_CHECKPOINTS, 2))
+def test_zero_checkpoints(case, directory):
+    check(case, directory)
 
 
 PROGRAM = "pretrain_deepspeed"
 
 
-@exhaustive
-@pytest.mark.parametrize(("world", "case"), every_case(PROGRAM, 2))
-def test_the_training_programs_deepspeed_engine(world, case, directory):
-    check(PROGRAM, world, case, directory, device="pretend")
+@pytest.mark.parametrize("case", variations(PROGRAM, 2))
+def test_the_training_programs_deepspeed_engine(case, directory):
+    check(case, directory)
 
 
-def test_one_visible_device_for_each_rank(directory):
+SET_FIRST = "case_the_device_is_set_before_the_first_collective"
+
+
+@pytest.mark.parametrize("case", pretended(PROGRAM, 2, only=SET_FIRST, PRETEND_DEVICES="1"))
+def test_one_visible_device_for_each_rank(case, directory):
     """As some schedulers have it: LOCAL_RANK is not the number of the device then."""
-    case = "case_the_device_is_set_before_the_first_collective"
-    check(PROGRAM, 2, case, directory, device="pretend", PRETEND_DEVICES="1", ALTO_CASES=case)
+    check(case, directory)
 
 
-def test_a_backend_without_float64(directory):
-    case = "case_fsdp2_in_float32_stays_within_rounding"
-    check("sharded", 2, case, directory, device="pretend", PRETEND_NO_FLOAT64="1", ALTO_CASES=case)
+IN_FLOAT32 = "case_fsdp2_in_float32_stays_within_rounding"
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(MEGATRON, 2))
-def test_megatron(world, case, directory):
-    check(MEGATRON, world, case, directory, device="pretend")
+@pytest.mark.parametrize("case", pretended("sharded", 2, only=IN_FLOAT32, PRETEND_NO_FLOAT64="1"))
+def test_a_backend_without_float64(case, directory):
+    check(case, directory)
 
 
-@exhaustive
-@pytest.mark.parametrize(("world", "case"), every_case(MEGATRON, 4))
-def test_megatron_on_four_ranks(world, case, directory):
-    check(MEGATRON, world, case, directory, device="pretend")
+@pytest.mark.parametrize("case", pretended(MEGATRON, 2))
+def test_megatron(case, directory):
+    check(case, directory)
 
 
-@exhaustive
-@pytest.mark.parametrize(("world", "case"), every_case(MEGATRON_MORE, 2, 1, 4))
-def test_more_of_megatron(world, case, directory):
-    launch(MEGATRON_MORE, 2, directory, device="pretend")  # saves the checkpoints that the others load
-    check(MEGATRON_MORE, world, case, directory, device="pretend")
+@pytest.mark.parametrize("case", variations(MEGATRON, 4))
+def test_megatron_on_four_ranks(case, directory):
+    check(case, directory)
+
+
+@pytest.mark.parametrize("case", variations(MEGATRON_MORE, 2, 1, 4))
+def test_more_of_megatron(case, directory):
+    check(case, directory)
 
 
 # -- the training program --------------------------------------------------------------------------------
@@ -106,12 +113,11 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", pytest.param("megatron", marks=exhaustive)])
-def test_the_training_program(engine, tmp_path):
+def test_the_training_program(engine, tokens, tmp_path):
     """Stopped and resumed on two devices, it has the losses of two CPU ranks that nothing happened to."""
-    data = prepared(tmp_path)
-    run([*torchrun(2), *arguments(engine, data, tmp_path / "cpu", *SETTINGS)])
-    job = arguments(engine, data, tmp_path / "device", *SETTINGS)[len(ENTRIES[engine]) :]
-    command = [*torchrun(2), str(REPO / "tests" / "scripts" / "pretrain_on_pretend.py"), *job]
+    run([*torchrun(2), *arguments(engine, tokens, tmp_path / "cpu", *SETTINGS)])
+    job = arguments(engine, tokens, tmp_path / "device", *SETTINGS)[len(ENTRIES[engine]) :]
+    command = [*torchrun(2), str(REPO / "tests" / "distributed" / "programs" / "pretrain_on_pretend.py"), *job]
     # Some schedulers show each rank its own device only. DeepSpeed takes the local rank for the device's number.
     visible = {"PRETEND_DEVICES": "1"} if engine == "megatron" else {}
     run([*command, "--stop-at", str(STOP)], device="pretend")

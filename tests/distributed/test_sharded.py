@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.helpers.launcher import check, every_case, launch
+from tests.helpers.cases import every_case
+from tests.helpers.launcher import check
 
-SHARDED = "sharded,nonfinite,agreement"
+SHARDED = "sharded,nonfinite,agreement,zero_gradients"
 CHECKPOINTS, PROPERTY, SOAK = (
     "checkpoints",
     "property",
@@ -12,24 +13,23 @@ CHECKPOINTS, PROPERTY, SOAK = (
 )
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(SHARDED, 2, 4))
-def test_sharded_equals_unsharded(world, case, directory):
-    check(SHARDED, world, case, directory)
+@pytest.mark.parametrize("case", every_case(SHARDED, 2, 4))
+def test_sharded_equals_unsharded(case, directory):
+    check(case, directory)
 
 
-@pytest.mark.parametrize(("world", "case"), every_case(CHECKPOINTS, 4, 2, 1))
-def test_checkpoints(world, case, directory):
-    launch(CHECKPOINTS, 4, directory)  # it saves what the smaller worlds load
-    check(CHECKPOINTS, world, case, directory)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "case"), every_case(PROPERTY, 8))
-def test_any_cut(world, case, directory):
-    check(PROPERTY, world, case, directory)
+@pytest.mark.parametrize("case", every_case(CHECKPOINTS, 4, 2, 1))
+def test_checkpoints(case, directory):
+    check(case, directory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "case"), every_case(SOAK, 4))
-def test_soak(world, case, directory):
-    check(SOAK, world, case, directory)
+@pytest.mark.parametrize("case", every_case(PROPERTY, 8))
+def test_any_cut(case, directory):
+    check(case, directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", every_case(SOAK, 4))
+def test_soak(case, directory):
+    check(case, directory)

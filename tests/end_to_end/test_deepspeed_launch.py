@@ -8,49 +8,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from alto_distributed import ALTO, param_groups
+from tests.helpers.deepspeed_runs import CONFIGS, PROGRAMS, report_in, unsharded, unsharded_losses
 from tests.helpers.launcher import REPO, environment
 from tests.helpers.processes import MPI_AS_ROOT, RUNNER, TORCHRUN, beside_python, free_port, renumbered, run
-
-from .programs import train_deepspeed
-
-CONFIGS = REPO / "configs" / "deepspeed"
-SCRIPTS = REPO / "tests" / "end_to_end" / "programs"
-
-
-def report_in(output):
-    (line,) = [line for line in output.splitlines() if "REPORT " in line]
-    return json.loads(line.split("REPORT ", 1)[1])
-
-
-def unsharded_losses(model, loss_of, steps, **options):
-    """The same training in one process, with the plain optimizer and torch's clipping."""
-    optimizer = ALTO(param_groups(model), **options)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(model, step)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def unsharded(path, steps):
-    """Losses of tests/end_to_end/programs/train_deepspeed.py with a config, without DeepSpeed."""
-    config = json.loads(Path(path).read_text())
-
-    def loss_of(model, step):
-        return model(train_deepspeed.global_batch(step, config["train_batch_size"]))
-
-    return unsharded_losses(train_deepspeed.build_model(), loss_of, steps, **config["optimizer"]["params"])
-
 
 # -- the runner and registration ---------------------------------------------------------------------------
 
@@ -248,7 +212,7 @@ def started_by_mpirun(job):
 @pytest.mark.parametrize("start", [started_by_torchrun, started_by_deepspeed, started_by_mpirun])
 def test_every_launcher_gives_the_unsharded_loss(start):
     config = str(CONFIGS / "tiny-stage2.json")
-    job = [str(SCRIPTS / "train_deepspeed.py"), "--steps", str(STEPS), "--deepspeed_config", config]
+    job = [str(PROGRAMS / "train_deepspeed.py"), "--steps", str(STEPS), "--deepspeed_config", config]
     everything = report_in(start(job))
     assert [word for word in everything["argv"] if not word.startswith("--local_rank=")] == job
     report = everything["reports"][config]
@@ -260,7 +224,7 @@ def test_every_launcher_gives_the_unsharded_loss(start):
 # -- Hugging Face ------------------------------------------------------------------------------------------
 
 HF_STEPS, LR, DECAY = 20, 0.1, 1e-4
-HF_JOB = [str(SCRIPTS / "train_trainer.py"), "--steps", str(HF_STEPS)]
+HF_JOB = [str(PROGRAMS / "train_trainer.py"), "--steps", str(HF_STEPS)]
 HF_JOB += ["--learning_rate", str(LR), "--weight_decay", str(DECAY)]
 
 

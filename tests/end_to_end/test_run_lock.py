@@ -57,12 +57,12 @@ def test_a_job_that_is_about_to_end_is_waited_for(tmp_path):
         assert 0.1 < time.monotonic() - began < 20
 
 
-@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(reason, tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(reason, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.warns(UserWarning, match="has no locks"):
         occupied.lock_run(tmp_path, patience=0)
 

@@ -7,7 +7,7 @@ import pytest
 import tomllib
 
 from tests.helpers.launcher import REPO
-from tests.unit.test_repository import required
+from tests.helpers.requirements import required
 
 #: Stands for python and uv: notes its arguments, makes an environment with itself in it, warns as pip does.
 STUB = """#!/usr/bin/env bash

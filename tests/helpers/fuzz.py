@@ -3,6 +3,8 @@
 import datetime
 import decimal
 import fractions
+import hashlib
+import json
 import linecache
 import math
 import traceback
@@ -13,7 +15,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from .launcher import EXHAUSTIVE, REPO
+from alto_distributed import ALTO
+
+from .cases import EXHAUSTIVE, REPO
 
 PACKAGE = REPO / "alto_distributed"
 
@@ -160,3 +164,30 @@ def damaged(draw, content):
         }
         content = kinds[draw(st.sampled_from(sorted(kinds)))]
     return content
+
+
+#: Files of a checkpoint as far as manifests are concerned.
+CONTENTS = {"saved/shard_0.pt": b"0" * 50, "saved/shard_1.pt": b"1" * 60, "run.json": b"{}"}
+
+
+def encoded(content):
+    """With the checksum that fits: anyone can write one."""
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key != "checksum"}
+        content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps(content).encode()
+
+
+def parameters():
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(4))]
+
+
+def trained(steps=2, **options):
+    tensors = parameters()
+    optimizer = ALTO([{"params": tensors[:1]}, {"params": tensors[1:], "weight_decay": 0.0}], lr=1e-2, **options)
+    for _ in range(steps):
+        for tensor in tensors:
+            tensor.grad = torch.ones_like(tensor)
+        optimizer.step()
+    return optimizer

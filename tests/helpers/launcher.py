@@ -1,21 +1,19 @@
 """Run many cases over real process groups with one launch of ranks.
 
-Starting ranks costs seconds, so a module of cases (functions named ``case_*`` in tests/distributed/cases) is started
-once per world size, and every case becomes a pytest test of its own that looks up how it
-went. Each rank notes the outcome of each case in a file of its own; a case has passed when all of them
-say so. If some ranks fail and others do not come out of a case (they wait in a collective), the launch is
-stopped, and the cases after it count as failed too.
+Starting ranks costs seconds, so modules of cases (tests/helpers/cases.py) are started once per world size, and every
+case becomes a pytest test of its own that looks up how it went. Only those run that pytest has selected, and what they
+need. Each rank notes the outcome of each case in a file of its own; a case has passed when all of them say so. If some
+ranks fail and others do not come out of a case (they wait in a collective), the launch is stopped, and the cases after
+it count as failed too.
 
-    python -m tests.helpers.launcher MODULE[,MODULE...] WORLD DIRECTORY
+    python -m tests.helpers.launcher MODULE[,MODULE...] WORLD DIRECTORY [CASE...]
 
 imports the modules and forks the ranks, each with the variables and the store that torchrun would give it: importing a
 framework takes seconds, and is done once and not by every rank. What torchrun itself does is for the tests that start
-whole programs. Modules that are named together share the ranks.
+whole programs. Modules that are named together share the ranks. CASE is the id of a case or a part of several.
 """
 
-import ast
 import contextlib
-import functools
 import importlib
 import inspect
 import json
@@ -29,47 +27,7 @@ import time
 import traceback
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
-
-#: The package of the modules of cases, which are named without it.
-CASES = "tests.distributed.cases"
-
-
-#: Also what two cores have no time for in everyday runs: variations of what is tested anyway.
-EXHAUSTIVE = bool(os.environ.get("EXHAUSTIVE"))
-
-
-def worlds(*sizes, exhaustive=()):
-    """Mark a case for some world sizes, given as plain numbers, and some more for exhaustive runs."""
-    del sizes, exhaustive  # read by cases_of
-    return lambda case: case
-
-
-def some(cases, world):
-    """All of a case's variations at two ranks on the CPU and in exhaustive runs; else every fourth."""
-    usual = world == 2 and os.environ.get("DEVICE", "cpu") == "cpu"
-    return cases if usual or EXHAUSTIVE else dict(list(cases.items())[::4])
-
-
-@functools.cache
-def cases_of(modules, world):
-    """Modules' cases for a world size, (module, name) each, read from their source: importing may import DeepSpeed."""
-    cases = []
-    for module in modules.split(","):
-        source = (REPO / CASES.replace(".", "/") / f"{module}.py").read_text()
-        for node in ast.parse(source).body:
-            for mark in getattr(node, "decorator_list", ()):
-                if not isinstance(mark, ast.Call) or ast.unparse(mark.func) != "worlds":
-                    continue
-                sizes = [ast.literal_eval(size) for size in mark.args]
-                for keyword in mark.keywords if EXHAUSTIVE else ():
-                    sizes += ast.literal_eval(keyword.value)
-                if world in sizes:
-                    cases.append((module, node.name))
-    names = [name for _, name in cases]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two cases of {modules} have one name")
-    return cases
+from .cases import CASES, EXHAUSTIVE, REPO, Launch, functions_in, with_all_before
 
 
 def environment(device=None, **more):
@@ -95,32 +53,58 @@ def without_compiling():
     it for inference and AutoTP alone. Everyday runs take gloo instead, as on systems other than Linux."""
     import deepspeed
 
-    if not EXHAUSTIVE:
+    if not EXHAUSTIVE or os.environ.get("ALTO_OVERLAY"):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def launch(module, world, directory, timeout=1200, device=None, **more):
-    """Start the ranks once; returns {case: None or what went wrong}.
-
-    Args:
-        module: whose cases; several with commas between them.
-        world: how many ranks.
-        directory: where they leave their files.
-        timeout: seconds.
-        device: overrides DEVICE (tests/helpers/devices.py).
-        **more: variables for the ranks.
-    """
-    key = module, world, str(directory), device, *sorted(more.items())
-    if key not in _launched:  # whatever the timeout
-        _launched[key] = _launch(module, world, directory, timeout, environment(device, **more))
-    return _launched[key]
-
-
+#: Launch -> ids of the cases that this pytest session runs, and of what they need.
+_selected = {}
+#: (launch, directory, variables) -> case -> what went wrong.
 _launched = {}
 
 
-def _launch(module, world, directory, timeout, variables):
-    command = [sys.executable, "-m", "tests.helpers.launcher", module, str(world), str(directory)]
+def select(cases):
+    """Say which cases the tests will ask for, before the first of them does."""
+    _selected.update(with_all_before(cases))
+
+
+def check(case, directory, **variables):
+    """Fail the test if the case did, with what its ranks said.
+
+    Args:
+        case: a parameter of ``every_case``.
+        directory: where ranks leave their files.
+        **variables: more of them for the ranks.
+    """
+    import pytest
+
+    from . import devices
+
+    if not devices.enough(case.launch.world):
+        pytest.skip(f"there are fewer than {case.launch.world} GPUs")
+    problem = _outcomes(case.launch, Path(directory), **variables)[case.id]
+    if problem and problem.startswith(SKIPPED):
+        pytest.skip(problem.removeprefix(SKIPPED))
+    if problem:
+        pytest.fail(problem, pytrace=False)
+
+
+def _outcomes(launch, directory, **variables):
+    """Start the ranks once, after those that save what they load; returns {case: None or what went wrong}."""
+    key = launch, directory, *sorted(variables.items())
+    if key not in _launched:
+        chosen = [case for case in launch.cases().values() if case.id in _selected[launch]]
+        for earlier in dict.fromkeys(before.launch for case in chosen for before in case.before()):
+            if earlier != launch:
+                _outcomes(earlier, directory, **variables)
+        _launched[key] = run(launch, [case.id for case in chosen], directory, **variables)
+    return _launched[key]
+
+
+def run(launch, ids, directory, timeout=1200, **variables):
+    """Start ranks for some cases; returns {case: None or what went wrong}."""
+    variables = environment(launch.device, **dict(launch.variables), **variables)
+    command = [sys.executable, "-m", "tests.helpers.launcher", launch.modules, str(launch.world), str(directory), *ids]
     with tempfile.TemporaryFile("w+") as output:  # no pipe: processes that ranks leave behind would keep it open
         streams = {"stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, cwd=REPO, env=variables, start_new_session=True, **streams)
@@ -131,34 +115,8 @@ def _launch(module, world, directory, timeout, variables):
         process.wait()
         output.seek(0)
         log = output.read()
-    outcomes = [_read(directory, module, world, rank) for rank in range(world)]
-    return {case: _verdict(case, outcomes, log) for _, case in cases_of(module, world)}
-
-
-def every_case(module, *world_sizes):
-    """Parameters (world, case) for a test of each."""
-    import pytest
-
-    return [
-        pytest.param(world, case, id=f"{world} ranks-{case}")
-        for world in world_sizes
-        for _, case in cases_of(module, world)
-    ]
-
-
-def check(module, world, case, directory, device=None, **more):
-    """Fail the test if the case did, with what its ranks said."""
-    import pytest
-
-    from . import devices
-
-    if not devices.enough(world):
-        pytest.skip(f"there are fewer than {world} GPUs")
-    problem = launch(module, world, directory, device=device, **more)[case]
-    if problem and problem.startswith(SKIPPED):
-        pytest.skip(problem.removeprefix(SKIPPED))
-    if problem:
-        pytest.fail(problem, pytrace=False)
+    outcomes = [_read(directory, launch.modules, launch.world, rank) for rank in range(launch.world)]
+    return {case: _verdict(case, outcomes, log) for case in ids}
 
 
 #: What a rank notes of a case that has called pytest.skip begins with it.
@@ -177,14 +135,13 @@ def _verdict(case, outcomes, log):
 
 
 def _notes(directory, module, world, rank):
-
     return Path(directory) / f"{module}.{world}.{rank}.jsonl"
 
 
 def _read(directory, module, world, rank):
     path = _notes(directory, module, world, rank)
     lines = path.read_text().splitlines() if path.exists() else []
-    return {name: problem for name, problem, _ in map(json.loads, lines)}
+    return {name: problem for name, problem, *_ in map(json.loads, lines)}
 
 
 def _all_through(case, world, patience=60):
@@ -201,7 +158,7 @@ def _all_through(case, world, patience=60):
     return True
 
 
-def _main(modules, world, directory):
+def _main(modules, world, directory, words):
     """Fork the ranks, and hold the store in which they meet until they have ended."""
     import torch.distributed as dist
 
@@ -211,11 +168,12 @@ def _main(modules, world, directory):
     if devices.NAME == "cuda" or os.environ.get("SPAWN_RANKS"):
         start = _spawn  # CUDA does not live through a fork, and importing a framework may touch it
     else:
-        _import(modules)
+        _import(modules, world, words)
     meeting = socket.create_server(("127.0.0.1", 0))  # before the fork, so that ranks know where; the store comes after
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.getsockname()[1])}
     where.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), TORCHELASTIC_USE_AGENT_STORE="True")
-    ranks = [start(modules, directory, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    ranks = [start(modules, directory, words, {**where, **number}) for number in numbers]
     failed = True
     try:
         # Not libuv's: it cannot take over a socket in every torch that is supported.
@@ -236,7 +194,7 @@ def _main(modules, world, directory):
     sys.exit(failed)
 
 
-def _fork(modules, directory, variables):
+def _fork(modules, directory, words, variables):
     """A rank; returns its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -246,7 +204,7 @@ def _fork(modules, directory, variables):
     code = 1
     try:
         os.environ.update(variables)
-        _rank_main(modules, directory)
+        _rank_main(modules, directory, words)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -256,26 +214,36 @@ def _fork(modules, directory, variables):
         os._exit(code)
 
 
-def _import(modules):
+def _import(modules, world, words):
     """What a rank needs before its cases."""
     from . import devices, releases
 
     devices.install(modules)
-    for module in modules.split(","):
-        importlib.import_module(f"{CASES}.{module}")
+    for module in dict.fromkeys(case.module for case in _chosen(modules, world, words)):
+        functions = vars(importlib.import_module(f"{CASES}.{module}"))
+        for name, _, settings, *_ in functions_in(module):
+            if (there := (*getattr(functions[name], "settings", (None,)),)) != settings:
+                raise ValueError(f"{module}.{name} has the settings {there}, and its source shows {settings}")
     if "deepspeed" in sys.modules:
         without_compiling()
         if releases.DEEPSPEED < (0, 19, 8):
             releases.wait_for_all_gathers()
 
 
-def _spawn(modules, directory, variables):
+def _spawn(modules, directory, words, variables):
     """The same, in a process that begins anew."""
-    command = [sys.executable, "-m", "tests.helpers.launcher", modules, "rank", directory]
+    command = [sys.executable, "-m", "tests.helpers.launcher", modules, "rank", directory, *words]
     return os.posix_spawn(sys.executable, command, {**os.environ, **variables})
 
 
-def _rank_main(module, directory):
+def _chosen(modules, world, words):
+    """The cases to run: all without ``words``, which are ids of cases or parts of them."""
+    cases = Launch(modules, world, os.environ.get("DEVICE", "cpu")).cases()
+    parts = [word for word in words if word not in cases]
+    return [case for name, case in cases.items() if not words or name in words or any(part in name for part in parts)]
+
+
+def _rank_main(modules, directory, words):
     import pytest
     import torch
     import torch.distributed as dist
@@ -283,25 +251,28 @@ def _rank_main(module, directory):
     from alto_distributed.sharding.shutdown import shutdown
 
     from . import devices
+    from .process_state import restored
 
     devices.connect()
     rank, world, failed = dist.get_rank(), dist.get_world_size(), False
-    with _notes(directory, module, world, rank).open("w") as notes:
-        for home, name in cases_of(module, world):
-            if os.environ.get("ALTO_CASES", "") not in name:
-                continue  # to try one case by hand
-            case = getattr(importlib.import_module(f"{CASES}.{home}"), name)
+    with _notes(directory, modules, world, rank).open("w") as notes:
+        for case in _chosen(modules, world, words):
+            function = getattr(importlib.import_module(f"{CASES}.{case.module}"), case.function)
+            given = {"directory": Path(directory), **getattr(function, "settings", {None: {}})[case.setting]}
+            asked_for = {name: given[name] for name in inspect.signature(function).parameters}
             torch.manual_seed(1234)
-            problem, began = None, time.monotonic()
+            problem, began, spent = None, time.monotonic(), time.process_time()
             try:
-                case(**({"directory": Path(directory)} if "directory" in inspect.signature(case).parameters else {}))
+                with restored():
+                    function(**asked_for)
             except pytest.skip.Exception as reason:
                 problem = f"{SKIPPED}{reason}"
             except BaseException:
                 problem = traceback.format_exc()
-            notes.write(json.dumps([name, problem, round(time.monotonic() - began, 1)]) + "\n")
+            seconds = [round(time.monotonic() - began, 1), round(time.process_time() - spent, 1)]  # on the wall, of CPU
+            notes.write(json.dumps([case.id, problem, *seconds]) + "\n")
             notes.flush()
-            if not _all_through(name, world):
+            if not _all_through(case.id, world):
                 os._exit(1)
             failed = failed or bool(problem and not problem.startswith(SKIPPED))
     if not failed:  # else a collective may still be waiting for another rank
@@ -309,8 +280,9 @@ def _rank_main(module, directory):
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "rank":
-        _import(sys.argv[1])
-        _rank_main(sys.argv[1], sys.argv[3])
+    _modules, _world, _directory, *_words = sys.argv[1:]
+    if _world == "rank":
+        _import(_modules, int(os.environ["WORLD_SIZE"]), _words)
+        _rank_main(_modules, _directory, _words)
     else:
-        _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+        _main(_modules, int(_world), _directory, _words)

@@ -1,5 +1,6 @@
-"""What other releases of the frameworks have and do (scripts/matrix.py runs the tests with them)."""
+"""Releases: which we support, and what other ones of the frameworks have and do (scripts/matrix.py)."""
 
+import ast
 import functools
 import importlib.metadata
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.cpp_extension
+
+from .cases import REPO
 
 
 def _version(name):
@@ -71,3 +74,11 @@ def _one_by_one(self, output_tensors, input_tensors, group=None, async_op=False)
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [self.all_gather_into_tensor(output, sent, group=group, async_op=async_op) for output, sent in pairs]
     return works[-1]
+
+
+def supported(framework):
+    """SUPPORTED_VERSIONS of a folder, read without importing the framework."""
+    for node in ast.parse((REPO / "alto_distributed" / framework / "versions.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "SUPPORTED_VERSIONS":
+            return ast.literal_eval(node.value)
+    raise LookupError(framework)

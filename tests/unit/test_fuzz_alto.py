@@ -7,25 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto_distributed import ALTO
-from tests.helpers.fuzz import cases, documented, mutated, objects, words
+from tests.helpers.fuzz import cases, documented, mutated, objects, parameters, trained, words
 
 OPTIONS = ["lr", "betas", "alpha", "eps", "weight_decay", "layerwise", "bias_correction", "kernel", "diagnostics_every"]
 OPTIONS += ["grad_ema_dtype", "exp_avg_dtype", "beta", "weight_decai", "momentum", "initial_lr", "decayed"]
-
-
-def parameters():
-    torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(4))]
-
-
-def trained(steps=2, **options):
-    tensors = parameters()
-    optimizer = ALTO([{"params": tensors[:1]}, {"params": tensors[1:], "weight_decay": 0.0}], lr=1e-2, **options)
-    for _ in range(steps):
-        for tensor in tensors:
-            tensor.grad = torch.ones_like(tensor)
-        optimizer.step()
-    return optimizer
 
 
 def step(optimizer):

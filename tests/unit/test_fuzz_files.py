@@ -14,36 +14,9 @@ from alto_distributed.pretrain import metrics as logs
 from alto_distributed.pretrain import report
 from alto_distributed.pretrain.checkpoint import manifest
 from alto_distributed.pretrain.data import Samples, files
-from alto_distributed.pretrain.data.prepare import prepare
-from tests.helpers.fuzz import cases, damaged, documented, json_values, mutated
+from tests.helpers.fuzz import CONTENTS, cases, damaged, documented, encoded, json_values, mutated
 
 # -- manifests of checkpoints ------------------------------------------------------------------------------
-
-CONTENTS = {"saved/shard_0.pt": b"0" * 50, "saved/shard_1.pt": b"1" * 60, "run.json": b"{}"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A checkpoint as far as manifests are concerned, and the manifest's content."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    (directory / "saved").mkdir()
-    for name, content in CONTENTS.items():
-        (directory / name).write_bytes(content)
-    entries = {
-        name: manifest.entry_of(directory / name, rank, {"exp_avg": "float32[3]", "grad_ema": "float32[3]"})
-        for rank, name in enumerate(CONTENTS)
-    }
-    manifest.write(directory, manifest.Manifest(7, 3, manifest.versions(), entries))
-    return directory, (directory / manifest.NAME).read_bytes()
-
-
-def encoded(content):
-    """With the checksum that fits: anyone can write one."""
-    if isinstance(content, dict):
-        content = {key: value for key, value in content.items() if key != "checksum"}
-        content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps(content).encode()
-
 
 #: Names that are no files of a checkpoint.
 ELSEWHERE = [
@@ -114,15 +87,6 @@ def test_records_of_any_content(content, tmp_path):
 
 
 # -- indexed data ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """Prepared data, and what each file of it holds."""
-    directory, text = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("text") / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": f"document {n} " * (n % 5 + 1)}) + "\n" for n in range(60)))
-    prepare(directory, [text], kind="bytes", split=("1/2", "1/4", "1/4"))
-    return directory, {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 def batches(directory):

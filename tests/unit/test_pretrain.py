@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import resource
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from alto_distributed.pretrain import metrics as logs
 from alto_distributed.pretrain.cli import plan
 from alto_distributed.pretrain.config import settings as config
+from alto_distributed.pretrain.console import log_lines
 from alto_distributed.pretrain.schedule import learning_rate
 from alto_distributed.pretrain.trainer import _asked_to_stop
 from tests.helpers.launcher import REPO, environment
@@ -193,10 +195,29 @@ def test_a_terminal_that_is_gone_does_not_end_a_run(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="messages of this run cannot be written"), open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         log = logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True)
-        log.say("a line")
+        with log_lines():
+            log.say("a line")
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
+
+
+def test_messages_are_records_of_a_logger_that_only_a_command_shows(tmp_path, capsys, caplog):
+    caplog.set_level("INFO", "alto_distributed")
+    with logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True) as log:
+        log.say("in a program of one's own")
+        assert [record.getMessage() for record in caplog.records] == ["in a program of one's own"]
+        with log_lines(), log_lines():
+            log.say("in a command")
+            logging.getLogger("alto_distributed.pretrain.cli").warning("a warning")
+    with logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=False) as log, log_lines():
+        log.say("on another rank")
+    said = capsys.readouterr()
+    assert said.out == "in a command\n"
+    assert "a warning\n" in said.err
+    assert "a warning" not in said.out
+    assert len(caplog.records) == 1  # a command's lines do not go to handlers of the root as well
+    assert logging.getLogger("alto_distributed").handlers == []
 
 
 # -- launch scripts ----------------------------------------------------------------------------------------

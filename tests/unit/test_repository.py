@@ -1,7 +1,6 @@
 """Promises about the repository itself: the README's commands, what importing needs, where imports stand."""
 
 import ast
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -9,10 +8,10 @@ import sys
 
 import pytest
 import tomllib
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.helpers.launcher import REPO
+from tests.helpers.requirements import required
 
 PACKAGE = REPO / "alto_distributed"
 MODULES = sorted(PACKAGE.glob("**/*.py"))
@@ -59,27 +58,6 @@ def test_the_only_dependency_is_torch_and_nobody_lists_apex():
     listed = [requirement for extra in extras.values() for requirement in extra]
     assert not re.search(r"^apex", "\n".join([pinned, *listed]), re.M)
     assert "torch==2.13.0" in pinned
-
-
-def required(extras):
-    """The names of all that this package with some extras needs here."""
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    found = {}
-    for line in [
-        *project["dependencies"],
-        *(line for extra in extras for line in project["optional-dependencies"][extra]),
-    ]:
-        _add_required(Requirement(line), found)
-    return found
-
-
-def _add_required(wanted, found):
-    name, extras = canonicalize_name(wanted.name), {"", *wanted.extras}
-    if not found.get(name, set()).issuperset(extras):
-        found.setdefault(name, set()).update(extras)
-        for needed in map(Requirement, importlib.metadata.requires(name) or ()):
-            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
-                _add_required(needed, found)
 
 
 def test_whatever_the_readmes_commands_install_is_pinned_and_nothing_else():

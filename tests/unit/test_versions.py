@@ -1,6 +1,5 @@
 """The versions that are supported: pyproject.toml, README.md, docs/versions.md and the code say the same."""
 
-import ast
 import json
 import os
 import re
@@ -15,16 +14,9 @@ from packaging.utils import canonicalize_name
 from alto_distributed.errors import UnsupportedVersion
 from alto_distributed.torch_version import OLDEST, OLDEST_THAT_LOADS_SAFELY, check_torch
 from tests.helpers.launcher import REPO, environment
+from tests.helpers.releases import supported
 
 README = " ".join((REPO / "README.md").read_text().split())
-
-
-def supported(framework):
-    """SUPPORTED_VERSIONS of a folder, read without importing the framework."""
-    for node in ast.parse((REPO / "alto_distributed" / framework / "versions.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "SUPPORTED_VERSIONS":
-            return ast.literal_eval(node.value)
-    raise LookupError(framework)
 
 
 def test_code_packaging_and_readme_name_the_same_versions():

@@ -1,17 +1,14 @@
-"""For engines, while they write a checkpoint: tell what is in which file, and fail only when all ranks are through."""
+"""For engines that write a checkpoint: what is in which file, and failing only when all ranks are through."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -22,26 +19,6 @@ class Written:
     """Who wrote it."""
     states: Mapping[str, str]
     """Name of each tensor in it, and its type and shape: ``float32[1024, 64]``."""
-
-
-_record: dict[str, Written] | None = None
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[dict[str, Written]]:
-    """A record, by resolved path, of what :func:`wrote` is told meanwhile in this process."""
-    global _record
-    _record = {}
-    try:
-        yield _record
-    finally:
-        _record = None
-
-
-def wrote(path: str | Path, states: Mapping[str, str], rank: int | None = None) -> None:
-    """Note what was written into a file, by this rank if none is named. Nothing happens if nobody records."""
-    if _record is not None:
-        _record[os.path.realpath(path)] = Written(dist.get_rank() if rank is None else rank, states)
 
 
 def describe(value: Any, where: str = "") -> dict[str, str]:

@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import shown
+from ...sharding.rank_sync import run_on_every_rank, run_on_rank0
 from ..config.parsing import parse_json
 from ..config.settings import Run
 from ..engines.base import Engine
+from ..integrity import sync
 from ..memory.usage import parameter_count
-from ..runtime.rank_sync import run_on_every_rank, run_on_rank0
 from . import manifest
-from .io import Written, recording
+from .io import Written
 from .manifest import FileRecord, Manifest
 
 #: What a resumed run may change; anything else would make it another run.
@@ -83,8 +84,7 @@ class Checkpoints:
         beside = self.directory / f".{final.name}.partial"
         try:
             run_on_rank0(lambda: self._prepare(final, beside))
-            with recording() as written:
-                run_on_every_rank(lambda: engine.save(beside))
+            written = run_on_every_rank(lambda: _inside(beside, engine.save(beside)))
             entries = self._read_back(beside, written)
             run_on_rank0(lambda: self._publish(step, beside, final, entries))
         except OSError as error:
@@ -103,12 +103,9 @@ class Checkpoints:
         if space.total and space.free < need:
             raise OSError(f"{self.directory} has too little space")
 
-    def _read_back(self, beside: Path, written: Mapping[str, Written]) -> dict[str, FileRecord]:
+    def _read_back(self, beside: Path, written: Sequence[Mapping[str, Written]]) -> dict[str, FileRecord]:
         """Checksums of all files, each taken by the rank that wrote it, from what it finds on the disk."""
-        here = beside.resolve()
-        everyones: dict[str, Written] = {}
-        for record in run_on_every_rank(lambda: {str(Path(name).relative_to(here)): w for name, w in written.items()}):
-            everyones.update(record)
+        everyones = {name: about for of_rank in written for name, about in of_rank.items()}
         names = run_on_rank0(lambda: self._listing(beside, everyones))
         unknown = Written(0, {})
         shares = run_on_every_rank(
@@ -132,7 +129,7 @@ class Checkpoints:
 
     def _publish(self, step: int, beside: Path, final: Path, entries: dict[str, FileRecord]) -> None:
         """The manifest, the disk, the rename; and only then is anything older deleted."""
-        about = {"step": step, "world_size": dist.get_world_size(), "settings": self.run.as_dict()}
+        about = {"step": step, "settings": self.run.as_dict()}
         (beside / _ABOUT).write_text(json.dumps(about, indent=1))
         entries = {**entries, _ABOUT: manifest.entry_of(beside / _ABOUT, 0, {})}
         whole = Manifest(step, dist.get_world_size(), manifest.versions(), entries)
@@ -140,7 +137,7 @@ class Checkpoints:
             raise OSError(f"{beside} is not as it was written: {problem}")
         manifest.write(beside, whole)
         beside.rename(final)
-        manifest.sync_directory(self.directory)
+        sync(self.directory)
         for old in self._beyond(self.run.checkpoints.keep):
             unnamed = old.path.with_name(f".{old.path.name}.deleted")
             with contextlib.suppress(OSError):  # the new one is there all the same, and the next save tries again
@@ -191,14 +188,16 @@ class Checkpoints:
             raise ValueError(
                 f"{checkpoint.path} is damaged and was not loaded: {'; '.join(damage)}. {self._instead(checkpoint)}"
             )
-        saved = run_on_rank0(lambda: _settings(checkpoint.path / _ABOUT))
+        saved, saved_by = run_on_rank0(
+            lambda: (_settings(checkpoint.path / _ABOUT), manifest.read(checkpoint.path).world_size)
+        )
         changed = list(differences(saved, self.run.as_dict()))
         if changed:
             raise ValueError(
                 f"{checkpoint.path} was written by a run with other settings: {'; '.join(changed)}. Go on with those, "
                 "or start in another directory (--into)"
             )
-        engine.load(checkpoint.path)
+        engine.load(checkpoint.path, saved_by)
 
     def _instead(self, damaged: Checkpoint) -> str:
         away = f"mv {shlex.quote(str(damaged.path))} {shlex.quote(f'{damaged.path}.damaged')}"
@@ -226,6 +225,12 @@ class Checkpoints:
             return [f"{manifest.NAME}: of step {whole.step}; the directory was renamed"]
         share = list(whole.files)[rank::world]
         return manifest.problems(checkpoint.path, whole, share, sizes_only=sizes_only)
+
+
+def _inside(directory: Path, written: Mapping[Path, Written]) -> dict[str, Written]:
+    """The same by path inside a directory."""
+    here = directory.resolve()
+    return {str(path.resolve().relative_to(here)): about for path, about in written.items()}
 
 
 def _settings(path: Path) -> Mapping[str, Any]:

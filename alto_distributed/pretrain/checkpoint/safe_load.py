@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ...safe_load import more_than_data, only_data
+from ...sharding.rank_sync import run_on_every_rank
 from ...torch_version import OLDEST_THAT_LOADS_SAFELY, check_torch
-from ..runtime.rank_sync import run_on_every_rank
 
 check_torch(str(torch.__version__), OLDEST_THAT_LOADS_SAFELY, "the pretraining program")
 

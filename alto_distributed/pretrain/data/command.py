@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-import sys
 from typing import Any
 
+from ..console import log_lines
 from .prepare import DEFAULT_SEED, DEFAULT_SPLIT, DEFAULT_VOCABULARY, prepare
+
+_log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,8 @@ def main(options: argparse.Namespace) -> None:
         raise SystemExit(f"alto_distributed prepare: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted; the same command goes on from here") from None
-    _report_bad_lines(done.manifest)
+    with log_lines():
+        _report_bad_lines(done.manifest)
     print(f"already prepared: {options.output}" if done.was_there else f"prepared {options.output}")
     for name, counts in done.manifest["splits"].items():
         print(f"  {name:5} {counts['documents']:>10,} documents {counts['tokens']:>14,} tokens")
@@ -86,11 +90,7 @@ def _report_bad_lines(manifest: dict[str, Any]) -> None:
         if about["bad_lines"]:
             first = "; ".join(f"line {bad['line']}: {bad['why']}" for bad in about["first_bad_lines"])
             more = ", ..." if about["bad_lines"] > len(about["first_bad_lines"]) else ""
-            print(f"{about['name']}: {about['bad_lines']} bad lines left out ({first}{more})", file=sys.stderr)
+            _log.warning("%s: %s bad lines left out (%s%s)", about["name"], about["bad_lines"], first, more)
     if ignored := manifest["settings"]["ignored_files"]:
-        print(
-            f"{len(ignored)} files left out, for they are neither text nor JSON lines by name: ",
-            end="",
-            file=sys.stderr,
-        )
-        print(", ".join(ignored[:10]) + (", ..." if len(ignored) > 10 else ""), file=sys.stderr)
+        names = ", ".join(ignored[:10]) + (", ..." if len(ignored) > 10 else "")
+        _log.warning("%s files left out, for they are neither text nor JSON lines by name: %s", len(ignored), names)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,28 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.parsing import parse_json
+from ..integrity import NAME, Content, checksum, damage, is_count
 from . import indexed, tokenizer
-from .sources import checksum
 
-MANIFEST = "manifest.json"
+MANIFEST = NAME
 UNFINISHED = "unfinished"
 """Folder of a preparation that is under way or was interrupted."""
 FORMAT = 1
 SPLITS = ("train", "valid", "test")
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write beside, then rename: a file of this name is whole."""
-    beside = path.with_name(f"beside-{os.getpid()}-{path.name}")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    sync(beside)
-    beside.replace(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until the disk has it, so that no loss of power can leave a renamed file empty."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
@@ -67,7 +51,7 @@ def _not_a_manifest(manifest: Any) -> Iterator[str]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         yield "it is not a manifest"
     about = manifest.get("tokenizer")
-    if not isinstance(about, dict) or not _is_count(about.get("vocabulary")) or not about["vocabulary"]:
+    if not isinstance(about, dict) or not is_count(about.get("vocabulary")) or not about["vocabulary"]:
         yield "it does not tell the size of the vocabulary"
     if not isinstance(about.get("kind"), str) or not isinstance(about.get("files", {}), dict):
         yield "it does not tell the tokenizer"
@@ -75,16 +59,12 @@ def _not_a_manifest(manifest: Any) -> Iterator[str]:
     if not isinstance(splits, dict) or set(splits) != set(SPLITS):
         yield f"it does not tell of {', '.join(SPLITS)}"
     for split, counts in splits.items():
-        if not isinstance(counts, dict) or not (_is_count(counts.get("documents")) and _is_count(counts.get("tokens"))):
+        if not isinstance(counts, dict) or not (is_count(counts.get("documents")) and is_count(counts.get("tokens"))):
             yield f"it does not count the documents and tokens of {split}"
         for name in (f"{split}.bin", f"{split}.idx") if counts["documents"] else ():
             entry = counts.get(name)
-            if not isinstance(entry, dict) or not _is_count(entry.get("bytes")):
+            if not isinstance(entry, dict) or not is_count(entry.get("bytes")):
                 yield f"it does not tell the size of {name}"
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def open_tokens(directory: str | Path, split: str) -> NDArray[Any]:
@@ -129,10 +109,12 @@ def verify(directory: str | Path, *splits: str) -> None:
         counts, path = manifest["splits"][split], Path(directory) / f"{split}.{end}"
         if not counts["documents"]:
             continue
-        if not path.is_file() or checksum(path) != counts[path.name].get("sha256"):
+        entry = counts[path.name]
+        wrong = damage(path, Content(entry["bytes"], entry.get("sha256", "")))
+        if wrong:
             raise ValueError(
-                f"{path} is missing or damaged: it is not what was prepared, by its checksum; copy it again, or "
-                "prepare the data again with --force"
+                f"{path} is missing or damaged: it is not what was prepared ({wrong}); copy it again, or prepare the "
+                "data again with --force"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .. import integrity
+from ..runtime.file_lock import Timeout, take
 from . import files, tokenizer
 from .files import MANIFEST, SPLITS, UNFINISHED
 
@@ -66,22 +67,20 @@ def unfinished(output: Path, request: dict[str, Any], force: bool) -> Iterator[P
         raise ValueError(f"{output / foreign[0]} exists and was not prepared here; choose another --output, or --force")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / _LOCK, "w")  # noqa: SIM115  # its errors are told apart from those of what follows
+        lock = take(folder / _LOCK)
+    except Timeout:
+        raise ValueError(f"another process is preparing {output}; wait for it, or choose another --output") from None
     except OSError as error:
         raise ValueError(f"{output} cannot be written: {error}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system gives it back if this process is killed
-        except OSError:
-            raise ValueError(
-                f"another process is preparing {output}; wait for it, or choose another --output"
-            ) from None
+    try:
         _keep_finished(folder, request, force)
         if force:
             for name in [MANIFEST, *_OUTPUTS]:  # the manifest first: from here on it is not complete
                 (output / name).unlink(missing_ok=True)
         yield folder
         shutil.rmtree(folder)
+    finally:
+        lock.release()
 
 
 def _keep_finished(folder: Path, request: dict[str, Any], force: bool) -> None:
@@ -97,11 +96,11 @@ def _keep_finished(folder: Path, request: dict[str, Any], force: bool) -> None:
         finished = path.name.startswith("part-") or path.name == tokenizer.SAVED_AS
         if path.name != _LOCK and not (finished and earlier == request):
             path.unlink()
-    files.write_json(folder / _REQUEST, request)
+    integrity.write_json(folder / _REQUEST, request)
 
 
 def publish(folder: Path, output: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
     """Move finished files to where they belong; the manifest, which makes the directory complete, comes last."""
     for name in names:
         (folder / name).replace(output / name)
-    files.write_json(output / MANIFEST, manifest)
+    integrity.write_json(output / MANIFEST, manifest)

@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ...errors import did_you_mean
+from .. import integrity
 from . import files, indexed, sources, splits, tokenizer
 from . import output_dir as workspace
 from . import token_shards as parts
@@ -116,7 +117,7 @@ def prepare(
                 "kind": about_tokenizer["kind"],
                 "vocabulary": words.size,
                 "end_of_document": words.end_of_document,
-                "files": {name: sources.checksum(folder / name) for name in saved},
+                "files": {name: integrity.checksum(folder / name) for name in saved},
             },
             "dtype": work.dtype,
             "splits": joined.splits,
@@ -142,7 +143,7 @@ def _describe(kind: str, vocabulary: int) -> dict[str, Any]:
         )
     vocabulary_file, merges_file = tokenizer.files_of(kind)
     tokenizer.from_files(vocabulary_file, merges_file)  # refuses bad ones before anything is written
-    checksums = {"vocabulary": sources.checksum(vocabulary_file), "merges": sources.checksum(merges_file)}
+    checksums = {"vocabulary": integrity.checksum(vocabulary_file), "merges": integrity.checksum(merges_file)}
     return {"kind": "gpt2", "files": checksums}
 
 
@@ -170,7 +171,7 @@ def _saved_tokenizer(
             words = tokenizer.from_files(*tokenizer.files_of(kind))
         beside = path.with_name(f"beside-{path.name}")
         words.save(beside)
-        files.sync(beside)
+        integrity.sync(beside)
         beside.replace(path)
     return tokenizer.load(path)
 
@@ -226,8 +227,9 @@ def _join(work: parts.Work, exact: Sequence[Fraction], seed: int, progress: bool
         written[split] = {"documents": writer.documents, "tokens": writer.tokens}
         for name in workspace.token_files(split) if writer.documents else ():
             path = work.directory / name
-            files.sync(path)
-            written[split][name] = {"bytes": path.stat().st_size, "sha256": sources.checksum(path)}
+            integrity.sync(path)
+            content = integrity.content_of(path)
+            written[split][name] = {"bytes": content.bytes, "sha256": content.checksum}
     return _Joined(counts, written)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..integrity import checksum
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
@@ -57,14 +58,6 @@ class Lines:
     """How many lines have been read. Blank ones count, so that numbers are those an editor shows."""
 
     read: int = 0
-
-
-def checksum(path: str | Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def find(inputs: Sequence[str | Path]) -> tuple[list[Source], list[str]]:

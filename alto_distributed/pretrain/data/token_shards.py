@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import files, tokenizer
+from .. import integrity
+from . import tokenizer
 from .sources import Bad, ByteRange, Lines, Source, read
 
 #: How many bad lines of a file are told by number and reason. All are counted.
@@ -167,5 +168,5 @@ def _save(path: Path, **arrays: NDArray[Any]) -> None:
     beside = path.with_name(f"beside-{os.getpid()}-{path.name}")
     with open(beside, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub takes them for its own options
-    files.sync(beside)
+    integrity.sync(beside)
     beside.replace(path)

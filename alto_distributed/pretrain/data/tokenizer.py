@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...errors import MissingExtra
 from ...extras import what_to_install
-from .sources import checksum
+from ..integrity import checksum
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

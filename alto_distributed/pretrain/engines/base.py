@@ -1,4 +1,4 @@
-"""What the training loop asks of an engine. Each framework's folder has one: ``pretrain.py`` there."""
+"""What the training loop asks of an engine. Each framework's folder has one, in ``engine.py``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Protocol, cast
 import torch
 
 from ...diagnostics import Reading
+from ..checkpoint.io import Written
 from ..config.settings import Run
 
 
@@ -42,11 +43,20 @@ class Engine(Protocol):
     def evaluate(self, micro_batches: Sequence[torch.Tensor]) -> float:
         """Mean loss over the tokens of all ranks' micro-batches. All ranks have as many."""
 
-    def save(self, directory: Path) -> None:
-        """Write weights, states, step count and loss scale into an empty directory. Called by all ranks."""
+    def save(self, directory: Path) -> Mapping[Path, Written]:
+        """Write weights, states, step count and loss scale into an empty directory. Called by all ranks.
 
-    def load(self, directory: Path) -> None:
-        """Continue from what :meth:`save` wrote, perhaps at another world size. Called by all ranks."""
+        Returns:
+            Files with tensors, by path, as far as this rank knows what is in them.
+        """
+
+    def load(self, directory: Path, saved_by: int) -> None:
+        """Continue from what :meth:`save` wrote. Called by all ranks.
+
+        Args:
+            directory: that was saved into.
+            saved_by: how many ranks saved it; perhaps others than these.
+        """
 
     def diagnostics(self) -> Mapping[str, Reading]:
         """ALTO's readings of the parameters that this rank knows about; empty for other optimizers."""

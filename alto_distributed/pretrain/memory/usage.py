@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import shown
+from ...hyperparameters import Hyperparameters
 from ..config.settings import Run
 from ..engines.deepspeed import json_settings as deepspeed_json
 from .footprint import STATES, Footprint, Setting, footprint
@@ -70,7 +71,7 @@ def states_of(optimizer: str, options: Mapping[str, Any]) -> dict[str, int]:
         small = str(options.get(f"{name}_dtype", "float32")).removeprefix("torch.") == "bfloat16"
         if name in states and small and optimizer in ("alto", "lamb"):
             states[name] = 2
-    if optimizer == "alto" and options.get("alpha", -5) == 0:
+    if optimizer == "alto" and options.get("alpha", Hyperparameters.alpha) == 0:
         states.pop("grad_ema")
     return states
 

@@ -7,21 +7,23 @@ would delete each other's unfinished checkpoints and mix their records.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import socket
 import time
-import warnings
 from pathlib import Path
 
+from filelock import FileLock
+
+from .file_lock import Timeout, take
+
+#: Who has the directory, in words.
 NAME = ".occupied"
 
 #: Seconds that a job which is about to end may take for it.
 PATIENCE = 30.0
 
-#: Those of this process. A lock lasts as long as its file is open, and the kernel closes it however a process ends.
-_open: dict[Path, int] = {}
+#: Those of this process.
+_held: dict[Path, FileLock] = {}
 
 
 def lock_run(directory: Path, patience: float = PATIENCE) -> None:
@@ -32,38 +34,21 @@ def lock_run(directory: Path, patience: float = PATIENCE) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = (directory / NAME).resolve()
-    if path in _open:
+    if path in _held:
         return
-    file, until = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), time.monotonic() + patience
     try:
-        while not _locked(file, path):
-            if time.monotonic() > until:
-                owner = os.pread(file, 200, 0).decode(errors="replace").strip() or "unknown"
-                raise ValueError(
-                    f"{directory} is another job's, which still runs ({owner}): end that one, or give this one a "
-                    "directory of its own (--into)"
-                )
-            time.sleep(0.1)
-    except BaseException:
-        os.close(file)
-        raise
-    owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}\n"
+        _held[path] = take(path.with_name(f"{NAME}.lock"), patience)
+    except Timeout:
+        raise ValueError(
+            f"{directory} is another job's, which still runs ({_holder(path)}): end that one, or give this one a "
+            "directory of its own (--into)"
+        ) from None
     with contextlib.suppress(OSError):  # on a full disk the lock holds all the same
-        os.ftruncate(file, 0)
-        os.pwrite(file, owner.encode(), 0)
-    _open[path] = file
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}\n")
 
 
-def _locked(file: int, path: Path) -> bool:
+def _holder(path: Path) -> str:
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        warnings.warn(
-            f"the file system of {path} has no locks ({error.strerror}): see to it that no second job runs there",
-            stacklevel=3,
-        )
-    return True
+        return path.read_text(errors="replace")[:200].strip() or "unknown"
+    except OSError:
+        return "unknown"

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout, param_groups, version
 from alto_distributed.pretrain.config.settings import parse
-from alto_distributed.pretrain.runtime.rank_sync import same_settings
+from alto_distributed.pretrain.runtime.same_settings import same_settings
 from alto_distributed.sharding.agreement import require_agreement
 from tests.helpers import devices
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 
 from .sharded import HYPER, sharded_network
 
@@ -36,34 +36,44 @@ def is_last():
     return dist.get_rank() == dist.get_world_size() - 1
 
 
+#: Another value, and the usual one.
+CHANGED = {
+    "lr": (0.25, HYPER["lr"]),
+    "alpha": (0.5, HYPER["alpha"]),
+    "layerwise": ("all", "decayed"),
+    "bias_correction": (False, True),
+}
+
+
 @worlds(2, 4)
-def case_other_hyperparameters_on_one_rank():
-    mesh = devices.mesh(dist.get_world_size())
-    last = dist.get_world_size() - 1
+@each(CHANGED)
+def case_other_hyperparameters_on_one_rank(label, setting):
+    last, (value, usual) = dist.get_world_size() - 1, setting
     others = ", ".join(map(str, range(last)))
-    for name, value, usual in (
-        ("lr", 0.25, HYPER["lr"]),
-        ("alpha", 0.5, HYPER["alpha"]),
-        ("layerwise", "all", "decayed"),
-        ("bias_correction", False, True),
-    ):
-        model = sharded_network(mesh)
-        options = {**HYPER, name: value} if is_last() else HYPER
-        said = f"{name} of parameter group 0 is {usual!r} on rank {others} and {value!r} on rank {last}"
-        refused(ALTO(param_groups(model, 1e-2), **options), said)
+    model = sharded_network(devices.mesh(dist.get_world_size()))
+    options = {**HYPER, label: value} if is_last() else HYPER
+    said = f"{label} of parameter group 0 is {usual!r} on rank {others} and {value!r} on rank {last}"
+    refused(ALTO(param_groups(model, 1e-2), **options), said)
+
+
+CHANGED_OPTIONS = {
+    "kernel": ("reference", "kernel is auto on rank 0 and reference on rank 1"),
+    "diagnostics_every": (5, "diagnostics_every is 0 on rank 0 and 5 on rank 1"),
+    "skip_nonfinite": (True, "skip_nonfinite is False on rank 0 and True on rank 1"),
+}
 
 
 @worlds(2)
-def case_other_options_and_versions_on_one_rank():
+@each(CHANGED_OPTIONS)
+def case_other_options_on_one_rank(label, setting):
+    value, said = setting
+    model = sharded_network(devices.mesh(2))
+    refused(ALTO(param_groups(model, 1e-2), **HYPER, **({label: value} if is_last() else {})), said)
+
+
+@worlds(2)
+def case_another_version_on_one_rank():
     mesh = devices.mesh(2)
-    for option, value, said in (
-        ("kernel", "reference", "kernel is auto on rank 0 and reference on rank 1"),
-        ("diagnostics_every", 5, "diagnostics_every is 0 on rank 0 and 5 on rank 1"),
-        ("skip_nonfinite", True, "skip_nonfinite is False on rank 0 and True on rank 1"),
-    ):
-        model = sharded_network(mesh)
-        optimizer = ALTO(param_groups(model, 1e-2), **HYPER, **({option: value} if is_last() else {}))
-        refused(optimizer, said)
     number = version.__version__
     try:
         if is_last():

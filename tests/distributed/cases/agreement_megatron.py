@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import worlds
 from tests.helpers.megatron_gpt import Job, Layout, Megatron, alto_config, parallel
 
 

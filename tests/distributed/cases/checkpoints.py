@@ -1,7 +1,6 @@
 """FSDP2 state through torch.distributed.checkpoint: saved at 4 ranks, loaded at 4, 2 and 1.
 
-tests/distributed/test_sharded.py starts world 4 first; it leaves the checkpoint and, beside it, where an uninterrupted
-run ends.
+World 4 leaves the checkpoint and, beside it, where an uninterrupted run ends.
 """
 
 import copy
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from alto_distributed import ALTO, E, param_groups
 from tests.helpers import devices
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import after, each, worlds
 
 from .sharded import HYPER, assert_straddles, full, sharded_network, train
 
@@ -32,58 +31,60 @@ def fresh(name):
 
 
 @worlds(4)
-def case_save(directory):
-    for name in MAKERS:
-        model, optimizer = fresh(name)
-        assert_straddles(model, dist.group.WORLD)
-        train(model, optimizer, sliced=True, steps=4)
-        weights, states = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=directory / name)
-        train(model, optimizer, sliced=True, steps=4)
-        after = {k: full(p) for k, p in model.named_parameters()}
-        averages = {k: full(optimizer.state[p]["grad_ema"]) for k, p in model.named_parameters() if name != "lamb"}
-        if dist.get_rank() == 0:
-            torch.save((after, averages), directory / f"{name}.after")
+@each(name=MAKERS)
+def case_save(directory, name):
+    model, optimizer = fresh(name)
+    assert_straddles(model, dist.group.WORLD)
+    train(model, optimizer, sliced=True, steps=4)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=directory / name)
+    train(model, optimizer, sliced=True, steps=4)
+    at_end = {k: full(p) for k, p in model.named_parameters()}
+    averages = {k: full(optimizer.state[p]["grad_ema"]) for k, p in model.named_parameters() if name != "lamb"}
+    if dist.get_rank() == 0:
+        torch.save((at_end, averages), directory / f"{name}.after")
 
 
 @worlds(4, 2, 1)
-def case_load_and_continue(directory):
-    for name in MAKERS:
-        model, optimizer = fresh(name)
-        weights, states = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=directory / name)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-        for p in model.parameters():
-            state = optimizer.state[p]
-            assert state["step"] == 4, state["step"]
-            assert ("grad_ema" in state) == (name != "lamb")
-            assert all(isinstance(v, DTensor) for k, v in state.items() if k != "step")
-        train(model, optimizer, sliced=True, steps=4)
-        expected, averages = torch.load(directory / f"{name}.after", weights_only=True)
-        # At the world size that saved: bit for bit. At another, gradients are added up in another order.
-        tolerance = dict(rtol=0, atol=0) if dist.get_world_size() == 4 else dict(rtol=1e-10, atol=1e-12)
-        for key, p in model.named_parameters():
-            torch.testing.assert_close(full(p), expected[key], **tolerance)
-            if name != "lamb":
-                torch.testing.assert_close(full(optimizer.state[p]["grad_ema"]), averages[key], **tolerance)
+@each(name=MAKERS)
+@after("case_save", world=4)
+def case_load_and_continue(directory, name):
+    model, optimizer = fresh(name)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=directory / name)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    for p in model.parameters():
+        state = optimizer.state[p]
+        assert state["step"] == 4, state["step"]
+        assert ("grad_ema" in state) == (name != "lamb")
+        assert all(isinstance(v, DTensor) for k, v in state.items() if k != "step")
+    train(model, optimizer, sliced=True, steps=4)
+    expected, averages = torch.load(directory / f"{name}.after", weights_only=True)
+    # At the world size that saved: bit for bit. At another, gradients are added up in another order.
+    tolerance = dict(rtol=0, atol=0) if dist.get_world_size() == 4 else dict(rtol=1e-10, atol=1e-12)
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(full(p), expected[key], **tolerance)
+        if name != "lamb":
+            torch.testing.assert_close(full(optimizer.state[p]["grad_ema"]), averages[key], **tolerance)
 
 
 @worlds(2)
-def case_flattened_and_full_state_dicts():
+@each({"flattened": {"flatten_optimizer_state_dict": True}, "full": {"full_state_dict": True}})
+def case_other_state_dicts(setting):
     """The other two forms that torch.distributed.checkpoint offers."""
-    for options in (StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)):
-        model, optimizer = fresh("alto")
-        train(model, optimizer, sliced=True, steps=2)
-        # A copy: like torch's own optimizers, ALTO takes loaded tensors as they are where they fit.
-        weights, states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
-        if options.full_state_dict:  # only rank 0 has it; the others receive their pieces on loading
-            options.broadcast_from_rank0 = True
-        again, fresh_optimizer = fresh("alto")
-        set_state_dict(again, fresh_optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
-        for m, o in ((model, optimizer), (again, fresh_optimizer)):
-            train(m, o, sliced=True, steps=2)
-        for p, q in zip(model.parameters(), again.parameters(), strict=True):
-            torch.testing.assert_close(full(p), full(q), rtol=0, atol=0)
+    options = StateDictOptions(**setting)
+    model, optimizer = fresh("alto")
+    train(model, optimizer, sliced=True, steps=2)
+    # A copy: like torch's own optimizers, ALTO takes loaded tensors as they are where they fit.
+    weights, states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    if options.full_state_dict:  # only rank 0 has it; the others receive their pieces on loading
+        options.broadcast_from_rank0 = True
+    again, fresh_optimizer = fresh("alto")
+    set_state_dict(again, fresh_optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
+    for m, o in ((model, optimizer), (again, fresh_optimizer)):
+        train(m, o, sliced=True, steps=2)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(full(p), full(q), rtol=0, atol=0)
 
 
 @worlds(4)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import alto_distributed.deepspeed  # noqa: F401
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import worlds
 from tests.helpers.megatron_gpt import (
     ALTO_OPTIONS,
     LR,

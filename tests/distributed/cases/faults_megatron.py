@@ -16,7 +16,7 @@ from alto_distributed.pretrain.engines.megatron import engine as pretrain  # iso
 from alto_distributed.pretrain.checkpoint import manifest
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.pretrain.config.settings import parse
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import worlds
 
 from . import damage, skips
 

@@ -5,7 +5,7 @@ Weights and losses of ten steps are held to training by one rank with whole para
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import re
 
 import pytest
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from alto_distributed import ALTO
-from tests.helpers import devices
-from tests.helpers.launcher import some, worlds
+from tests.helpers import devices, megatron_gpt
+from tests.helpers.cases import each, some, worlds
 from tests.helpers.megatron_gpt import (
     ALTO_OPTIONS,
     LR,
@@ -49,28 +49,28 @@ SOME_FROZEN = Job(trained="linear_fc1|final_layernorm|linear_qkv")
 
 
 @worlds(2)
-def case_the_reference_is_the_papers_algorithm():
+@each({"constant": Job(), "scheduled": SCHEDULED})
+def case_the_reference_is_the_papers_algorithm(setting):
     """The chain of comparisons ends in float64: the paper's formula, given the gradients the reference had."""
-    for job in (Job(), SCHEDULED):
-        result = reference(job)
-        for name, start in whole_model(job).items():
-            paper = PaperALTO(
-                start,
-                lr=0.0,
-                weight_decay=0.0,
-                ratio=is_decayed(name, start),
-                betas=ALTO_OPTIONS["betas"],
-                alpha=ALTO_OPTIONS["alpha"],
-                eps=(ALTO_OPTIONS["eps"], 1e-6, 1e-10),
-            )
-            for step, gradients in enumerate(result.gradients):
-                paper.lr = learning_rate(job, name, step)
-                paper.wd = weight_decay(job, step) if is_decayed(name, start) else 0.0
-                paper.step(gradients[name])
-            moved = (paper.theta - start).abs().max()
-            assert moved > 1e-3, (name, moved)  # there is something to compare
-            gap = (result.weights[name] - paper.theta).abs().max() / paper.theta.abs().max()
-            assert gap <= 1e-6, (job, name, gap)
+    result = reference(setting)
+    for name, start in whole_model(setting).items():
+        paper = PaperALTO(
+            start,
+            lr=0.0,
+            weight_decay=0.0,
+            ratio=is_decayed(name, start),
+            betas=ALTO_OPTIONS["betas"],
+            alpha=ALTO_OPTIONS["alpha"],
+            eps=(ALTO_OPTIONS["eps"], 1e-6, 1e-10),
+        )
+        for step, gradients in enumerate(result.gradients):
+            paper.lr = learning_rate(setting, name, step)
+            paper.wd = weight_decay(setting, step) if is_decayed(name, start) else 0.0
+            paper.step(gradients[name])
+        moved = (paper.theta - start).abs().max()
+        assert moved > 1e-3, (name, moved)  # there is something to compare
+        gap = (result.weights[name] - paper.theta).abs().max() / paper.theta.abs().max()
+        assert gap <= 1e-6, (name, gap)
 
 
 # -- parity --------------------------------------------------------------------------------------------
@@ -92,16 +92,24 @@ DATA_PARALLEL = {
 
 
 @worlds(2)
-def case_data_parallel():
-    for label, (job, options) in some(DATA_PARALLEL, dist.get_world_size()).items():
-        check_parity(label, job, **options)
+@some(DATA_PARALLEL)
+def case_data_parallel(label, setting):
+    job, options = setting
+    check_parity(label, job, **options)
+
+
+OF_FOUR = {
+    "distributed optimizer": (Layout(), {}),
+    "two optimizer instances": (Layout(instances=2), {}),
+    "two optimizer instances, small buckets": (Layout(instances=2), SMALL_BUCKETS),
+}
 
 
 @worlds(4)
-def case_data_parallel_of_four():
-    check_parity("distributed optimizer", Job())
-    check_parity("two optimizer instances", Job(), Layout(instances=2))
-    check_parity("two optimizer instances, small buckets", Job(), Layout(instances=2), **SMALL_BUCKETS)
+@each(OF_FOUR)
+def case_data_parallel_of_four(label, setting):
+    layout, options = setting
+    check_parity(label, Job(), layout, **options)
 
 
 @worlds(2, exhaustive=[4])
@@ -111,18 +119,25 @@ def case_small_buckets_are_several():
             assert len(buffer.buckets) > 3
 
 
+TENSOR_PARALLEL = {
+    "TP": (Job(), Layout(tensor=2), {}),
+    "TP and SP": (SCHEDULED, Layout(tensor=2, sequence_parallel=True), SMALL_BUCKETS),
+    "TP, replicated": (Job(), Layout(tensor=2), {"distributed": False}),
+}
+
+
 @worlds(2, 4)
-def case_tensor_parallel():
+@each(TENSOR_PARALLEL)
+def case_tensor_parallel(label, setting):
     """On four ranks each piece is cut once more, by data parallelism."""
-    check_parity("TP", Job(), Layout(tensor=2))
-    check_parity("TP and SP", SCHEDULED, Layout(tensor=2, sequence_parallel=True), **SMALL_BUCKETS)
-    check_parity("TP, replicated", Job(), Layout(tensor=2), distributed=False)
+    job, layout, options = setting
+    check_parity(label, job, layout, **options)
 
 
 @worlds(2)
-def case_tensor_parallel_variants():
-    check_parity("frozen", SOME_FROZEN, Layout(tensor=2))
-    check_parity("ratio for all", Job(layerwise="all"), Layout(tensor=2))
+@each({"frozen": SOME_FROZEN, "ratio for all": Job(layerwise="all")})
+def case_tensor_parallel_variants(label, setting):
+    check_parity(label, setting, Layout(tensor=2))
 
 
 @worlds(exhaustive=[4])
@@ -147,54 +162,58 @@ def case_a_rank_that_holds_nothing():
 
 
 @worlds(4)
-def case_no_replica_is_summed():
+@each({"tensor parallel": Layout(tensor=2), "two instances": Layout(instances=2)})
+def case_no_replica_is_summed(setting):
     """Neither what tensor parallelism leaves whole, nor other instances of the optimizer."""
-    for layout in (Layout(tensor=2), Layout(instances=2)):
-        check_norms(Job(layerwise="all"), layout)
+    check_norms(Job(layerwise="all"), setting)
 
 
-@worlds(2, 4)
-def case_without_the_reduction_of_norms_the_comparison_fails():
+@worlds(2, exhaustive=(4,))
+@each({"data parallel": Layout(), "tensor parallel": Layout(tensor=2)})
+def case_without_the_reduction_of_norms_the_comparison_fails(setting):
     """The negative control: each rank takes its shard for the parameter."""
-    for layout in (Layout(), Layout(tensor=2)):
-        with parallel(layout):
-            engine = Megatron(Job(), layout)
-            for wrapper in engine.wrappers:
-                wrapper.optimizer.set_layouts({})
-            gap = torch.tensor(largest_gap(engine.train(), reference(Job())), device=devices.here())
-            dist.all_reduce(gap, op=dist.ReduceOp.MAX)
-            assert gap > 1e-4, (layout, gap)
+    with parallel(setting):
+        engine = Megatron(Job(), setting)
+        for wrapper in engine.wrappers:
+            wrapper.optimizer.set_layouts({})
+        gap = torch.tensor(largest_gap(engine.train(), reference(Job())), device=devices.here())
+        dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+        assert gap > 1e-4, gap
+
+
+def shifted(read, builder, wrapper):
+    """By one element, on one rank; both raise."""
+    layouts, joined = read(builder, wrapper)
+    moved = {
+        shard: ShardLayout(layout.numel, [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
+        for shard, layout in layouts.items()
+    }
+    return moved if dist.get_rank() else layouts, joined
+
+
+def swapped(read, builder, wrapper):
+    """Two parameters of one shape in each other's place."""
+    names = builder.names
+    one, other = (param for param, name in names.items() if name.endswith("mlp.linear_fc1.weight"))
+    names[one], names[other] = names[other], names[one]
+    result = read(builder, wrapper)
+    names[one], names[other] = names[other], names[one]
+    return result
 
 
 @worlds(2)
-def case_a_layout_that_was_read_wrongly_is_found():
-    """Shifted by one element on one rank, and both raise; and two parameters of one shape in each other's place."""
-    read = LayoutBuilder._read
-
-    def shifted(self, wrapper):
-        layouts, joined = read(self, wrapper)
-        moved = {
-            shard: ShardLayout(layout.numel, [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
-            for shard, layout in layouts.items()
-        }
-        return moved if dist.get_rank() else layouts, joined
-
-    def swapped(self, wrapper):
-        one, other = (param for param, name in self.names.items() if name.endswith("mlp.linear_fc1.weight"))
-        self.names[one], self.names[other] = self.names[other], self.names[one]
-        result = read(self, wrapper)
-        self.names[one], self.names[other] = self.names[other], self.names[one]
-        return result
-
+@each({"shifted": shifted, "swapped": swapped}, precision=("float32", "bfloat16"))
+def case_a_layout_that_was_read_wrongly_is_found(setting, precision):
     version = re.escape(megatron.core.__version__)
-    for change, precision in itertools.product((shifted, swapped), (torch.float32, torch.bfloat16)):
-        with parallel(Layout()), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LayoutBuilder, "_read", change)
-            said = (
-                rf"rank \d: .*laid out.*weight.* differ from the model's. Read from megatron-core {version}, \w+Optim"
-            )
-            with pytest.raises(ValueError, match=said):
-                Megatron(Job(precision=precision), Layout())
+    said = rf"rank \d: .*laid out.*weight.* differ from the model's. Read from megatron-core {version}, \w+Optim"
+    with parallel(Layout()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayoutBuilder, "_read", functools.partialmethod(_changed, setting, LayoutBuilder._read))
+        with pytest.raises(ValueError, match=said):
+            Megatron(Job(precision=getattr(torch, precision)), Layout())
+
+
+def _changed(self, change, read, wrapper):
+    return change(read, self, wrapper)
 
 
 # -- collectives ---------------------------------------------------------------------------------------
@@ -233,58 +252,93 @@ def collectives(engine, step):
 
 
 @worlds(2)
-def case_one_small_collective_a_step():
-    for layout, options, expected in (
-        (Layout(), {}, 1),
-        (Layout(), SMALL_BUCKETS, 1),
-        (Layout(), {"distributed": False}, 0),
-        (Layout(tensor=2), {}, 1),
-        (Layout(tensor=2), {"distributed": False}, 1),
-    ):
-        with parallel(layout):
-            assert collectives(Megatron(Job(), layout, **options).train(1), 1) == expected, (layout, options)
+def case_built_as_megatron_bridge_builds_it():
+    """Bridge changes fields of the config, calls finalize(), and then provide() with these four keywords."""
+
+    def provide(config, chunks, use_gloo_process_groups):
+        config.finalize()
+        asked = {"config_overrides": None, "use_gloo_process_groups": use_gloo_process_groups, "pg_collection": None}
+        return config.provide(model_chunks=chunks, **asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_gpt, "get_megatron_optimizer", provide)
+        check_parity("by provide()", Job(), Layout())
+    config = alto_config(Job())
+    config.alto_alpha = -100.0
+    with pytest.raises(ValueError, match="alpha=-100"):
+        config.finalize()
+
+
+#: Layout, options, and the number of all-reduces in a step.
+ON_TWO_RANKS = {
+    "DP": (Layout(), {}, 1),
+    "DP, small buckets": (Layout(), SMALL_BUCKETS, 1),
+    "DP, replicated": (Layout(), {"distributed": False}, 0),
+    "TP": (Layout(tensor=2), {}, 1),
+    "TP, replicated": (Layout(tensor=2), {"distributed": False}, 1),
+}
+ON_FOUR_RANKS = {
+    "DP": (Layout(), {}, 1),
+    "two instances": (Layout(instances=2), {}, 1),
+    "TP": (Layout(tensor=2), {}, 2),
+}
+
+
+@worlds(2)
+@each(ON_TWO_RANKS)
+def case_one_small_collective_a_step(setting):
+    layout, options, expected = setting
+    with parallel(layout):
+        assert collectives(Megatron(Job(), layout, **options).train(1), 1) == expected
 
 
 @worlds(4)
-def case_one_small_collective_a_group():
-    for layout, expected in ((Layout(), 1), (Layout(instances=2), 1), (Layout(tensor=2), 2)):
-        with parallel(layout):
-            assert collectives(Megatron(Job(), layout).train(1), 1) == expected, layout
+@each(ON_FOUR_RANKS)
+def case_one_small_collective_a_group(setting):
+    layout, options, expected = setting
+    with parallel(layout):
+        assert collectives(Megatron(Job(), layout, **options).train(1), 1) == expected
 
 
 # -- what Megatron does else ---------------------------------------------------------------------------
 
 
 @worlds(2)
-def case_megatron_gives_its_usual_wrappers():
+@each({"DistributedOptimizer": True, "FP32Optimizer": False})
+def case_megatron_gives_its_usual_wrappers(label, setting):
     with parallel(Layout()):
-        for distributed, name in ((True, "DistributedOptimizer"), (False, "FP32Optimizer")):
-            engine = Megatron(Job(), Layout(), distributed=distributed)
-            (wrapper,) = engine.wrappers
-            assert name in [c.__name__ for c in type(wrapper).__mro__]
-            assert type(wrapper.optimizer) is ALTO
-            decays = {(g["wd_mult"], g["weight_decay"], g["decayed"]) for g in wrapper.optimizer.param_groups}
-            assert decays == {(1.0, 0.05, True), (0.0, 0.0, False)}
+        engine = Megatron(Job(), Layout(), distributed=setting)
+        (wrapper,) = engine.wrappers
+        assert label in [c.__name__ for c in type(wrapper).__mro__]
+        assert type(wrapper.optimizer) is ALTO
+        decays = {(g["wd_mult"], g["weight_decay"], g["decayed"]) for g in wrapper.optimizer.param_groups}
+        assert decays == {(1.0, 0.05, True), (0.0, 0.0, False)}
+
+
+ADAM = {"optimizer": "adam", "adam_eps": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.99}
+TORCHS_ADAM = (ADAM, torch.optim.AdamW, {"eps": 1e-5, "betas": (0.9, 0.99)})
+TORCHS_SGD = ({"optimizer": "sgd", "sgd_momentum": 0.5}, torch.optim.SGD, {"momentum": 0.5})
+OTHERS = {"adam": (*TORCHS_ADAM, True), "adam, replicated": (*TORCHS_ADAM, False), "sgd": (*TORCHS_SGD, False)}
 
 
 @worlds(2)
-def case_other_optimizers_are_left_alone():
+@each(OTHERS)
+def case_other_optimizers_are_left_alone(setting):
     """Adam and SGD, with ALTO registered, do what torch's do. Megatron alone decays biases, unless scheduled."""
-    adam = {"optimizer": "adam", "adam_eps": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.99}
-    cases = [
-        (adam, torch.optim.AdamW, {"eps": 1e-5, "betas": (0.9, 0.99)}, (True, False)),
-        ({"optimizer": "sgd", "sgd_momentum": 0.5}, torch.optim.SGD, {"momentum": 0.5}, (False,)),
-    ]
+    settings, kind, options, distributed = setting
     job = Job(weight_decay=0.0)
-    for settings, kind, options, distributed in cases:
-        expected = reference(job, lambda groups, kind=kind, options=options: kind(groups, lr=LR, **options))
-        config = OptimizerConfig(**settings, lr=LR, weight_decay=0.0, clip_grad=1.0)
-        for d in distributed:
-            with parallel(Layout()):
-                engine = Megatron(job, Layout(), distributed=d, optimizer=config).train()
-                assert type(engine.wrappers[0].optimizer) is kind
-                assert type(engine.wrappers[0]).__module__.startswith("megatron.core.optimizer")
-                assert largest_gap(engine, expected) <= 1e-6
+    expected = reference(job, lambda groups: kind(groups, lr=LR, **options))
+    config = OptimizerConfig(**settings, lr=LR, weight_decay=0.0, clip_grad=1.0)
+    with parallel(Layout()):
+        engine = Megatron(job, Layout(), distributed=distributed, optimizer=config).train()
+        assert type(engine.wrappers[0].optimizer) is kind
+        assert type(engine.wrappers[0]).__module__.startswith("megatron.core.optimizer")
+        assert largest_gap(engine, expected) <= 1e-6
+
+
+@worlds(2)
+def case_what_megatron_says_of_other_optimizers():
+    job = Job(weight_decay=0.0)
     with parallel(Layout()):
         with pytest.raises(AssertionError, match="Only Adam.* HybridDeviceOptimizer"):
             Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="sgd", lr=LR))

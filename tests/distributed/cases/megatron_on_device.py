@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import devices, pretend
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 from tests.helpers.megatron_gpt import Job, Layout, Megatron, alto_config, parallel
 
 STEADY = 2  # steps until everything is allocated
@@ -49,22 +49,23 @@ def steps_watched(engine):
 
 
 @worlds(2)
-def case_nothing_is_read_or_copied_in_the_steady_state_under_megatron():
-    for name, (job, layout, options) in LAYOUTS.items():
-        with parallel(layout):
-            engine = Megatron(job, layout, **options)
-            with steps_watched(engine) as seen:
-                engine.train()
-            assert len(seen) == job.steps * len(engine.wrappers), name
-            if job is ONE_VECTOR:
-                held = sum(master.numel() for _, _, master in engine.shards(engine.wrappers[0]))
-                everywhere = [None, None]
-                dist.all_gather_object(everywhere, held)
-                assert sorted(everywhere) == [0, 32]
-            for inner in engine.wrappers:
-                last = [counts for step, counts in seen if step.__self__ is inner.optimizer][STEADY:]
-                assert len(last) == job.steps - STEADY
-                assert not any(last), (name, last)
+@each(LAYOUTS)
+def case_nothing_is_read_or_copied_in_the_steady_state_under_megatron(setting):
+    job, layout, options = setting
+    with parallel(layout):
+        engine = Megatron(job, layout, **options)
+        with steps_watched(engine) as seen:
+            engine.train()
+        assert len(seen) == job.steps * len(engine.wrappers)
+        if job is ONE_VECTOR:
+            held = sum(master.numel() for _, _, master in engine.shards(engine.wrappers[0]))
+            everywhere = [None, None]
+            dist.all_gather_object(everywhere, held)
+            assert sorted(everywhere) == [0, 32]
+        for inner in engine.wrappers:
+            last = [counts for step, counts in seen if step.__self__ is inner.optimizer][STEADY:]
+            assert len(last) == job.steps - STEADY
+            assert not any(last), last
 
 
 @worlds(2)

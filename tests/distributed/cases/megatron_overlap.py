@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.launcher import some, worlds
+from tests.helpers.cases import each, some, worlds
 
 from .megatron_checkpoints import (
     AFTER,
@@ -67,44 +67,47 @@ def as_before(*modules):
 # -- a script with megatron-core -----------------------------------------------------------------------
 
 
+SAVED = {"one, fully": (ONE, "fully"), "several, dp": (SEVERAL, "dp"), "several, dp zero": (SEVERAL, "dp zero")}
+MORE_SAVED = {"one, dp": (ONE, "dp"), "one, dp zero": (ONE, "dp zero")}
+
+
 @worlds(2)
-def case_a_save_gathers_first(directory):
+@some(SAVED, exhaustive=MORE_SAVED)
+def case_a_save_gathers_first(directory, label, setting):
     """The model is described before the optimizer, as Megatron-LM does, and no hook is disabled."""
-    kinds = {"one": (ONE, ("fully", "dp", "dp zero")), "several": (SEVERAL, ("dp", "dp zero"))}
-    cases = {(label, kind): run for label, (run, formats) in kinds.items() for kind in formats}
-    for (label, kind), run in some(cases, dist.get_world_size()).items():
-        folder = place(directory, f"overlap, {label}", kind)
-        with engine_for(run) as engine:
-            advance(engine, 0, BEFORE)
-            assert mixed_in(engine)
-            save(engine, folder, kind)
-            assert not mixed_in(engine)
-            at_save = picture(engine, run)
-            advance(engine, BEFORE, BEFORE + AFTER)
-            at_end = picture(engine, run)
-        with engine_for(run) as engine:
-            advance(engine, 0, BEFORE + AFTER)
-            assert_same(f"{label}, {kind}, not saved", picture(engine, run), at_end)
-        with other_engine_for(run) as engine:
-            load(engine, folder, kind)
-            assert_same(f"{label}, {kind}, loaded", picture(engine, run), at_save)
-            advance(engine, BEFORE, BEFORE + AFTER)
-            assert_same(f"{label}, {kind}, continued", picture(engine, run), at_end)
+    run, kind = setting
+    folder = place(directory, f"overlap, {label}", kind)
+    with engine_for(run) as engine:
+        advance(engine, 0, BEFORE)
+        assert mixed_in(engine)
+        save(engine, folder, kind)
+        assert not mixed_in(engine)
+        at_save = picture(engine, run)
+        advance(engine, BEFORE, BEFORE + AFTER)
+        at_end = picture(engine, run)
+    with engine_for(run) as engine:
+        advance(engine, 0, BEFORE + AFTER)
+        assert_same("not saved", picture(engine, run), at_end)
+    with other_engine_for(run) as engine:
+        load(engine, folder, kind)
+        assert_same("loaded", picture(engine, run), at_save)
+        advance(engine, BEFORE, BEFORE + AFTER)
+        assert_same("continued", picture(engine, run), at_end)
 
 
 @worlds(2)
-def case_a_gather_that_is_under_way_is_waited_for():
+@each({"one": ONE, "several": SEVERAL})
+def case_a_gather_that_is_under_way_is_waited_for(setting):
     """As a pipeline's schedule starts it."""
-    for run in (ONE, SEVERAL):
-        with engine_for(run) as engine:
-            advance(engine, 0, BEFORE)
-            (chunk,) = engine.chunks
-            chunk.start_param_sync()
-            assert all(group.param_gather_handle is not None for group in chunk.bucket_groups)
-            described(engine, metadata("dp"))
-            assert all(group.param_gather_handle is None for group in chunk.bucket_groups)
-            assert not mixed_in(engine)
-            advance(engine, BEFORE, BEFORE + 1)
+    with engine_for(setting) as engine:
+        advance(engine, 0, BEFORE)
+        (chunk,) = engine.chunks
+        chunk.start_param_sync()
+        assert all(group.param_gather_handle is not None for group in chunk.bucket_groups)
+        described(engine, metadata("dp"))
+        assert all(group.param_gather_handle is None for group in chunk.bucket_groups)
+        assert not mixed_in(engine)
+        advance(engine, BEFORE, BEFORE + 1)
 
 
 @worlds(2)
@@ -177,30 +180,30 @@ def weights(engine):
 
 
 @worlds(2)
-def case_the_program_saves_and_loads_weights_of_one_step(directory):
+@each(kind=("fully_reshardable", "dp_reshardable"))
+def case_the_program_saves_and_loads_weights_of_one_step(directory, kind):
     assert run_of().megatron.overlap, "the default"
     with programs_groups():
         whole = losses(engine_of(run_of()), 0, BEFORE + AFTER)
-        for kind in ("fully_reshardable", "dp_reshardable"):
-            run = run_of(checkpoint_format=kind)
-            checkpoints = Checkpoints(directory / f"overlap {kind}", run)
-            engine = engine_of(run)
-            assert losses(engine, 0, BEFORE) == whole[:BEFORE]
-            assert mixed(weights(engine))
-            checkpoints.save(engine, BEFORE)
-            assert not mixed(weights(engine))
-            assert losses(engine, BEFORE, BEFORE + AFTER) == whole[BEFORE:], "a save changes nothing"
-            # Into a new engine, into one in the middle of things, and into one whose gathers are done.
-            for prepare in (
-                lambda engine: None,
-                lambda engine: losses(engine, 20, 22),
-                lambda engine: (losses(engine, 20, 22), engine.evaluate(batches(30))),
-            ):
-                other = engine_of(run)
-                prepare(other)
-                checkpoints.load(other, checkpoints.newest())
-                assert not mixed(weights(other))
-                assert losses(other, BEFORE, BEFORE + AFTER) == whole[BEFORE:], kind
+        run = run_of(checkpoint_format=kind)
+        checkpoints = Checkpoints(directory / f"overlap {kind}", run)
+        engine = engine_of(run)
+        assert losses(engine, 0, BEFORE) == whole[:BEFORE]
+        assert mixed(weights(engine))
+        checkpoints.save(engine, BEFORE)
+        assert not mixed(weights(engine))
+        assert losses(engine, BEFORE, BEFORE + AFTER) == whole[BEFORE:], "a save changes nothing"
+        # Into a new engine, into one in the middle of things, and into one whose gathers are done.
+        for prepare in (
+            lambda engine: None,
+            lambda engine: losses(engine, 20, 22),
+            lambda engine: (losses(engine, 20, 22), engine.evaluate(batches(30))),
+        ):
+            other = engine_of(run)
+            prepare(other)
+            checkpoints.load(other, checkpoints.newest())
+            assert not mixed(weights(other))
+            assert losses(other, BEFORE, BEFORE + AFTER) == whole[BEFORE:]
 
 
 @worlds(2)

@@ -3,8 +3,17 @@
 import torch
 import torch.distributed as dist
 
-from tests.helpers.launcher import some, worlds
-from tests.helpers.megatron_gpt import Job, Layout, check_norms, check_parity, parallel_state
+from tests.helpers.cases import each, some, worlds
+from tests.helpers.megatron_gpt import (
+    Job,
+    Layout,
+    Megatron,
+    alto_config,
+    check_norms,
+    check_parity,
+    parallel,
+    parallel_state,
+)
 
 # -- pipelines -----------------------------------------------------------------------------------------
 
@@ -20,17 +29,45 @@ def both_copies_are_equal(engine):
 
 
 @worlds(2, 4)
-def case_pipeline_with_tied_embedding():
+@each({"PP": True, "PP, replicated": False})
+def case_pipeline_with_tied_embedding(label, setting):
     """On four ranks, each stage is data parallel."""
-    check_parity("PP", Job(), Layout(pipeline=2), then=both_copies_are_equal)
-    check_parity("PP, replicated", Job(), Layout(pipeline=2), distributed=False, then=both_copies_are_equal)
+    check_parity(label, Job(), Layout(pipeline=2), distributed=setting, then=both_copies_are_equal)
+
+
+PIPELINES = {
+    "untied, scheduled": (Job(tied=False, scheduled=True), Layout(pipeline=2), {}),
+    "virtual stages": (
+        Job(layers=4),
+        Layout(pipeline=2, virtual=2),
+        {"overlap": True, "then": both_copies_are_equal},
+    ),
+}
 
 
 @worlds(2)
-def case_pipeline_variants():
-    check_parity("untied, scheduled", Job(tied=False, scheduled=True), Layout(pipeline=2))
-    interleaved = Layout(pipeline=2, virtual=2)
-    check_parity("virtual stages", Job(layers=4), interleaved, overlap=True, then=both_copies_are_equal)
+@each(PIPELINES)
+def case_pipeline_variants(label, setting):
+    job, layout, options = setting
+    check_parity(label, job, layout, **options)
+
+
+@worlds(2, 4)
+def case_param_gather_overlaps_the_step_of_the_next_chunk():
+    """Megatron then has an optimizer for each virtual stage. On four ranks, each stage is data parallel."""
+    job = Job(layers=4, clip=0.0)  # the global norm would be summed in another order
+    layout = Layout(pipeline=2, virtual=2)
+    ends = []
+    for overlapped in (False, True):
+        config = alto_config(job, overlap_param_gather_with_optimizer_step=overlapped)
+        with parallel(layout):
+            engine = Megatron(job, layout, overlap=True, optimizer=config)
+            engine.assert_straddles()
+            engine.train()
+            assert len(engine.wrappers) == 1 + overlapped
+            engine.synchronize()
+            ends.append({name: p.detach().clone() for name, p in engine.named_parameters()})
+    assert all(torch.equal(ends[1][name], weights) for name, weights in ends[0].items())
 
 
 @worlds(4)
@@ -79,9 +116,10 @@ ON_TWO_RANKS = {
 
 
 @worlds(2)
-def case_experts():
-    for label, (job, layout, options) in some(ON_TWO_RANKS, dist.get_world_size()).items():
-        check_parity(label, job, layout, **options)
+@some(ON_TWO_RANKS)
+def case_experts(label, setting):
+    job, layout, options = setting
+    check_parity(label, job, layout, **options)
 
 
 @worlds(4)
@@ -95,17 +133,28 @@ def case_experts_over_data_parallel_ranks():
     check_parity("EP", SOME_EXPERTS_FROZEN, Layout(expert=2), then=groups_differ_in_size)
 
 
+WITH_TENSOR_PARALLEL = {
+    "TP2, EP2, ETP2": (EXPERTS, Layout(tensor=2, expert=2, expert_tensor=2, sequence_parallel=True)),
+    "TP1, EP2, ETP2": (EXPERTS, Layout(expert=2, expert_tensor=2)),
+    "TP2, EP2, ETP1": (SOME_EXPERTS_FROZEN, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)),
+}
+
+
 @worlds(exhaustive=[4])
-def case_experts_with_tensor_parallel_ranks_of_their_own():
+@each(WITH_TENSOR_PARALLEL)
+def case_experts_with_tensor_parallel_ranks_of_their_own(label, setting):
     """The experts' tensor-parallel group is not that of the dense parameters, in either direction."""
-    check_parity("TP2, EP2, ETP2", EXPERTS, Layout(tensor=2, expert=2, expert_tensor=2, sequence_parallel=True))
-    check_parity("TP1, EP2, ETP2", EXPERTS, Layout(expert=2, expert_tensor=2))
-    layout = Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)
-    check_parity("TP2, EP2, ETP1", SOME_EXPERTS_FROZEN, layout)
+    check_parity(label, *setting)
+
+
+NORMS = {
+    "EP2": Layout(expert=2),
+    "TP2, EP2, ETP1": Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True),
+}
 
 
 @worlds(4)
-def case_no_expert_is_summed_with_another():
+@each(NORMS)
+def case_no_expert_is_summed_with_another(setting):
     """Experts of different ranks share names there, and must not share norms; nor are replicas summed."""
-    check_norms(EXPERTS, Layout(expert=2))
-    check_norms(EXPERTS, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True))
+    check_norms(EXPERTS, setting)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from alto_distributed import ALTO
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 from tests.helpers.megatron_gpt import (
     ALTO_OPTIONS,
     MICROBATCHES,
@@ -27,9 +27,15 @@ from tests.helpers.megatron_gpt import (
     set_hyperparameters,
 )
 
-PRECISIONS = (torch.bfloat16, torch.float16)
+PRECISIONS = ("bfloat16", "float16")
 STEPS = 6
-OPTIONS = [(1.0, {}), (0.05, {"overlap": True, "bucket_size": 3000}), (0.05, {"distributed": False})]
+#: Clipping, and options.
+OPTIONS = {
+    "one bucket": (1.0, {}),
+    "hard clipping, buckets": (0.05, {"overlap": True, "bucket_size": 3000}),
+    "hard clipping, replicated": (0.05, {"distributed": False}),
+}
+LAYOUTS = {"data parallel": Layout(), "tensor parallel": Layout(tensor=2)}
 SCALE = 2.0**10
 
 
@@ -96,42 +102,38 @@ def assert_equals(engine, reference, what):
 
 
 @worlds(2)
-def case_bitwise_the_reference_that_rounds_at_the_same_points():
-    for precision in PRECISIONS:
-        for clip, options in OPTIONS:
-            what = (precision, clip, options)
-            job = Job(precision=precision, clip=clip, scheduled=True, steps=STEPS)
-            with parallel(Layout()):
-                engine = Megatron(job, Layout(), optimizer=settings(job), same=True, **options)
-                if engine.distributed:
-                    engine.assert_straddles()
-                plain = Reference(job)
-                for step in range(job.steps):
-                    scale = engine.optimizer.get_loss_scale().item()
-                    updated, norm, _ = engine.step(step)
-                    assert updated
-                    plain.step(step, scale, norm)
-                assert_equals(engine, plain, what)
-                assert (engine.optimizer.get_loss_scale() > SCALE) == (precision == torch.float16)
+@each(OPTIONS, precision=PRECISIONS)
+def case_bitwise_the_reference_that_rounds_at_the_same_points(setting, precision):
+    clip, options = setting
+    job = Job(precision=getattr(torch, precision), clip=clip, scheduled=True, steps=STEPS)
+    with parallel(Layout()):
+        engine = Megatron(job, Layout(), optimizer=settings(job), same=True, **options)
+        if engine.distributed:
+            engine.assert_straddles()
+        plain = Reference(job)
+        for step in range(job.steps):
+            scale = engine.optimizer.get_loss_scale().item()
+            updated, norm, _ = engine.step(step)
+            assert updated
+            plain.step(step, scale, norm)
+        assert_equals(engine, plain, "at the end")
+        assert (engine.optimizer.get_loss_scale() > SCALE) == (precision == "float16")
 
 
 @worlds(2)
-def case_sharded_is_bitwise_replicated():
-    """Each rank with its own sequences; on two ranks, where sums have but one order. On four, TP by DP."""
-    world = dist.get_world_size()
-    for layout in (Layout(), Layout(tensor=2)) if world == 2 else (Layout(tensor=2),):
-        for precision in PRECISIONS:
-            job = Job(precision=precision, clip=0.0, steps=STEPS)
-            with parallel(layout):
-                sharded, replicated = (
-                    Megatron(job, layout, optimizer=settings(job), distributed=distributed).train()
-                    for distributed in (True, False)
-                )
-                sharded.assert_straddles()
-                assert_bitwise(sharded.gathered(), replicated.gathered(), (layout, precision))
-                for key in ALTO.state_keys:
-                    values = sharded.gathered(state(key)), replicated.gathered(state(key))
-                    assert_bitwise(*values, (layout, precision, key))
+@each(LAYOUTS, precision=PRECISIONS)
+def case_sharded_is_bitwise_replicated(setting, precision):
+    """Each rank with its own sequences; on two ranks, where sums have but one order."""
+    job = Job(precision=getattr(torch, precision), clip=0.0, steps=STEPS)
+    with parallel(setting):
+        sharded, replicated = (
+            Megatron(job, setting, optimizer=settings(job), distributed=distributed).train()
+            for distributed in (True, False)
+        )
+        sharded.assert_straddles()
+        assert_bitwise(sharded.gathered(), replicated.gathered(), "weights")
+        for key in ALTO.state_keys:
+            assert_bitwise(sharded.gathered(state(key)), replicated.gathered(state(key)), key)
 
 
 # -- overflow ------------------------------------------------------------------------------------------
@@ -160,34 +162,42 @@ def put_inf(engine):
     engine.before_reduction = put
 
 
+@worlds(2)
+@each(distributed=(True, False))
+def case_an_overflow_changes_nothing_but_the_scale(distributed):
+    check_overflow(Layout(), distributed)
+
+
 @worlds(2, exhaustive=[4])
-def case_an_overflow_changes_nothing_but_the_scale():
+@each(distributed=(True, False))
+def case_an_overflow_that_other_tensor_parallel_ranks_do_not_see(distributed):
     """On four ranks, TP by DP: the ranks that see the inf are fewer than those that must skip."""
+    check_overflow(Layout(tensor=2), distributed)
+
+
+def check_overflow(layout, distributed):
     job = Job(precision=torch.float16, steps=STEPS)
-    layouts = (Layout(), Layout(tensor=2)) if dist.get_world_size() == 2 else (Layout(tensor=2),)
-    for layout in layouts:
-        for distributed in (True, False):
-            with parallel(layout):
-                engine = Megatron(job, layout, optimizer=settings(job), distributed=distributed, same=True)
-                plain = Reference(job) if layout.tensor == 1 else None
-                for step in range(job.steps):
-                    scale = engine.optimizer.get_loss_scale().item()
-                    if step == 3:
-                        before = everything(engine)
-                        put_inf(engine)
-                        updated, norm, _ = engine.step(step)
-                        engine.before_reduction = lambda: None
-                        assert not updated
-                        after = everything(engine)
-                        assert len(before) == len(after)
-                        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-                        assert engine.optimizer.get_loss_scale().item() == scale / 2
-                        continue
-                    updated, norm, _ = engine.step(step)
-                    assert updated
-                    if plain:
-                        plain.step(step, scale, norm)
-                if plain:
-                    assert_equals(engine, plain, (layout, distributed))
-                assert {group["step"] for w in engine.wrappers for group in w.optimizer.param_groups} == {job.steps - 1}
-                assert all(x.isfinite().all() for x in everything(engine))
+    with parallel(layout):
+        engine = Megatron(job, layout, optimizer=settings(job), distributed=distributed, same=True)
+        plain = Reference(job) if layout.tensor == 1 else None
+        for step in range(job.steps):
+            scale = engine.optimizer.get_loss_scale().item()
+            if step == 3:
+                before = everything(engine)
+                put_inf(engine)
+                updated, norm, _ = engine.step(step)
+                engine.before_reduction = lambda: None
+                assert not updated
+                after = everything(engine)
+                assert len(before) == len(after)
+                assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+                assert engine.optimizer.get_loss_scale().item() == scale / 2
+                continue
+            updated, norm, _ = engine.step(step)
+            assert updated
+            if plain:
+                plain.step(step, scale, norm)
+        if plain:
+            assert_equals(engine, plain, (layout, distributed))
+        assert {group["step"] for w in engine.wrappers for group in w.optimizer.param_groups} == {job.steps - 1}
+        assert all(x.isfinite().all() for x in everything(engine))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 from tests.helpers.megatron_gpt import (  # it imports Megatron first, then ALTO
     Job,
     Layout,
@@ -122,28 +122,68 @@ def quiet(config, **options):
 # -- the config ----------------------------------------------------------------------------------------
 
 
+CONFIGS = {
+    "alpha at its limit": (
+        {"alto_alpha": -100}, r"alpha=-100 is out of range: \|alpha\| must be below .* = 100 for beta1=0.99",
+    ),
+    "alpha with another beta1": (
+        {"alto_alpha": 2.0, "alto_betas": (0.01, 0.9, 0.99)}, r"alpha=2 is out of range",
+    ),
+    "one beta": (
+        {"alto_betas": (0.99,)}, r"betas=\(0.99,\) must be three numbers .*Adam's",
+    ),
+    "beta2 of 1": (
+        {"alto_betas": (0.99, 1.0, 0.99)}, r"betas\[1\] \(beta2\)=1.0 is out of range",
+    ),
+    "negative eps": (
+        {"alto_eps": -1e-6}, r"eps \(eps1\)=-1e-06 is out of range",
+    ),
+    "two eps": (
+        {"alto_eps": (1e-6, 1e-6)}, r"must be one number \(eps1\) or three",
+    ),
+    "layerwise": (
+        {"alto_layerwise": "biases"}, r"layerwise='biases' is not one of 'decayed', 'matrices', 'all', 'none'",
+    ),
+    "kernel": (
+        {"alto_kernel": "apex"}, r"kernel='apex' is not one of 'auto'",
+    ),
+    "diagnostics_every": (
+        {"alto_diagnostics_every": -1}, r"diagnostics_every=-1",
+    ),
+    "bias_correction": (
+        {"alto_bias_correction": "no"}, r"alto_bias_correction='no' must be True or False",
+    ),
+    "adopt": (
+        {"alto_adopt": 1}, r"alto_adopt=1 must be True or False",
+    ),
+    "no lr": (
+        {"lr": None}, r"ALTO under Megatron: lr is not set; give OptimizerConfig\(lr=...\) \(--lr\)",
+    ),
+    "negative lr": (
+        {"lr": -1.0}, r"lr=-1.0 is out of range",
+    ),
+    "lr is NaN": (
+        {"lr": math.nan}, r"lr=nan is out of range",
+    ),
+    "negative decay": (
+        {"weight_decay": -0.1}, r"weight_decay=-0.1 is out of range",
+    ),
+    "precision-aware": (
+        {"use_precision_aware_optimizer": True}, r"TransformerEngine's Adam; .*leave out --use-precision-aware-opt",
+    ),
+}  # fmt: skip
+
+
 @worlds(1)
-def case_hyperparameters_are_checked_when_the_config_is_built():
-    for options, message in (
-        ({"alto_alpha": -100}, r"alpha=-100 is out of range: \|alpha\| must be below .* = 100 for beta1=0.99"),
-        ({"alto_alpha": 2.0, "alto_betas": (0.01, 0.9, 0.99)}, r"alpha=2 is out of range"),
-        ({"alto_betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) must be three numbers .*Adam's"),
-        ({"alto_betas": (0.99, 1.0, 0.99)}, r"betas\[1\] \(beta2\)=1.0 is out of range"),
-        ({"alto_eps": -1e-6}, r"eps \(eps1\)=-1e-06 is out of range"),
-        ({"alto_eps": (1e-6, 1e-6)}, r"must be one number \(eps1\) or three"),
-        ({"alto_layerwise": "biases"}, r"layerwise='biases' is not one of 'decayed', 'matrices', 'all', 'none'"),
-        ({"alto_kernel": "apex"}, r"kernel='apex' is not one of 'auto'"),
-        ({"alto_diagnostics_every": -1}, r"diagnostics_every=-1"),
-        ({"alto_bias_correction": "no"}, r"alto_bias_correction='no' must be True or False"),
-        ({"alto_adopt": 1}, r"alto_adopt=1 must be True or False"),
-        ({"lr": None}, r"ALTO under Megatron: lr is not set; give OptimizerConfig\(lr=...\) \(--lr\)"),
-        ({"lr": -1.0}, r"lr=-1.0 is out of range"),
-        ({"lr": math.nan}, r"lr=nan is out of range"),
-        ({"weight_decay": -0.1}, r"weight_decay=-0.1 is out of range"),
-        ({"use_precision_aware_optimizer": True}, r"TransformerEngine's Adam; .*leave out --use-precision-aware-opt"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            AltoOptimizerConfig(**options)
+@each(CONFIGS)
+def case_hyperparameters_are_checked_when_the_config_is_built(setting):
+    options, message = setting
+    with pytest.raises(ValueError, match=message):
+        AltoOptimizerConfig(**options)
+
+
+@worlds(1)
+def case_a_name_that_the_config_does_not_have():
     with pytest.raises(TypeError, match="alto_alhpa"):
         AltoOptimizerConfig(alto_alhpa=-5)
 
@@ -159,33 +199,50 @@ def case_hyperparameters_are_checked_again_when_the_optimizer_is_built():
     refused(r"weight_decay=-1.0 is out of range", OptimizerConfig(optimizer="alto", lr=0.01, weight_decay=-1.0))
 
 
+FEATURES = {
+    "use_precision_aware_optimizer": r"inside TransformerEngine's Adam; set use_precision_aware_optimizer=False",
+    "optimizer_cpu_offload": r"between Adam on the CPU and Adam on the GPU; leave out --optimizer-cpu-offload",
+    "reuse_grad_buf_for_mxfp8_param_ag": r"fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
+    # Of main; in 0.16.1 only an attribute.
+    "optimizer_cuda_graph": r"captures Adam's step; leave out --optimizer-cuda-graph",
+    "use_layer_wise_distributed_optimizer": r"layer-wise distributed optimizer .*--use-distributed-optimizer",
+}
+
+
 @worlds(1)
-def case_features_of_megatron():
-    for name, message in {
-        "use_precision_aware_optimizer": r"inside TransformerEngine's Adam; set use_precision_aware_optimizer=False",
-        "optimizer_cpu_offload": r"between Adam on the CPU and Adam on the GPU; leave out --optimizer-cpu-offload",
-        "overlap_param_gather_with_optimizer_step": r"has not been tested; leave out --overlap-param-gather-with-opt",
-        "reuse_grad_buf_for_mxfp8_param_ag": r"fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
-        # Of main; in 0.16.1 only an attribute.
-        "optimizer_cuda_graph": r"captures Adam's step; leave out --optimizer-cuda-graph",
-        "use_layer_wise_distributed_optimizer": r"layer-wise distributed optimizer .*--use-distributed-optimizer",
-    }.items():
-        refused(message, with_attribute(name, True))
+@each(FEATURES)
+def case_features_of_megatron(label, setting):
+    refused(setting, with_attribute(label, True))
+
+
+@worlds(1)
+def case_coupled_weight_decay():
     coupled = r"adds the decay to the gradient.*set decoupled_weight_decay=True"
     refused(coupled, AltoOptimizerConfig(decoupled_weight_decay=False))
     refused(coupled, OptimizerConfig(optimizer="alto", lr=0.01, decoupled_weight_decay=False))
 
 
 @worlds(1)
+def case_widths_of_mup():
+    chunk = model()
+    chunk.config.use_mup = True
+    refused(r"divides the learning rate of hidden layers.*leave out --use-mup", AltoOptimizerConfig(), chunk)
+
+
+@worlds(1)
+@each({"eps": 1e-5, "optimizer": "adam", "alto_alpha": 0.0, "weight_decay": 0.0})
+def case_overrides_that_would_have_no_effect(label, setting):
+    refused(
+        rf"a config override sets '{label}' for some parameters, which would have no effect; ALTO takes max_lr, "
+        "min_lr, start_wd, end_wd, wd_mult there",
+        AltoOptimizerConfig(),
+        config_overrides={ParamKey(name="*.bias"): {label: setting}},
+    )
+
+
+@worlds(1)
 def case_overrides_for_some_parameters():
     biases = ParamKey(name="*.bias")
-    for name, value in (("eps", 1e-5), ("optimizer", "adam"), ("alto_alpha", 0.0), ("weight_decay", 0.0)):
-        refused(
-            rf"a config override sets '{name}' for some parameters, which would have no effect; ALTO takes max_lr, "
-            "min_lr, start_wd, end_wd, wd_mult there",
-            AltoOptimizerConfig(),
-            config_overrides={biases: {name: value}},
-        )
     config = AltoOptimizerConfig(lr=0.01, min_lr=0.001)
     given = {biases: {"max_lr": 0.5, "min_lr": 0.4, "wd_mult": 0.0}}
     (alto,) = altos(optimizer_of(config, config_overrides=given))
@@ -196,12 +253,12 @@ def case_overrides_for_some_parameters():
 
 
 @worlds(1)
-def case_what_was_meant_for_adam_is_said_to_have_no_effect():
-    for name, ours in {"adam_beta1": "alto_betas", "adam_beta2": "alto_betas", "adam_eps": "alto_eps"}.items():
-        with pytest.warns(UserWarning, match=f"{name}=0.5 has no effect on ALTO, which has {ours}") as said:
-            optimizer_of(AltoOptimizerConfig(**{name: 0.5}))
-        (ours_alone,) = [w for w in said if "has no effect on ALTO" in str(w.message)]
-        assert ours_alone.filename == __file__, "it points at the caller"
+@each({"adam_beta1": "alto_betas", "adam_beta2": "alto_betas", "adam_eps": "alto_eps"})
+def case_what_was_meant_for_adam_is_said_to_have_no_effect(label, setting):
+    with pytest.warns(UserWarning, match=f"{label}=0.5 has no effect on ALTO, which has {setting}") as said:
+        optimizer_of(AltoOptimizerConfig(**{label: 0.5}))
+    (ours_alone,) = [w for w in said if "has no effect on ALTO" in str(w.message)]
+    assert ours_alone.filename == __file__, "it points at the caller"
 
 
 # -- the model -----------------------------------------------------------------------------------------
@@ -231,18 +288,18 @@ def case_experts_packed_into_one_tensor():
 
 
 @worlds(1)
-def case_experts_packed_into_one_tensor_by_the_models_config():
+@each(field=("moe_single_grouped_weight", "moe_single_grouped_bias"))
+def case_experts_packed_into_one_tensor_by_the_models_config(field):
     """Fields of megatron-core 0.18 and later; in 0.16.1 only attributes of the config."""
     chunk = model()
-    for field in ("moe_single_grouped_weight", "moe_single_grouped_bias"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunk.config, field, True, raising=False)
-            flag = field.replace("_", "-")
-            message = rf"{field}=True packs all experts of a rank into one tensor.*set {field}=False.*--{flag}\)"
-            refused(message, AltoOptimizerConfig(), chunk)
-            # Models made of several have several configs; those of the parts count.
-            patch.setattr(chunk, "config", None)
-            refused(message, AltoOptimizerConfig(), chunk)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk.config, field, True, raising=False)
+        flag = field.replace("_", "-")
+        message = rf"{field}=True packs all experts of a rank into one tensor.*set {field}=False.*--{flag}\)"
+        refused(message, AltoOptimizerConfig(), chunk)
+        # Models made of several have several configs; those of the parts count.
+        patch.setattr(chunk, "config", None)
+        refused(message, AltoOptimizerConfig(), chunk)
     optimizer_of(AltoOptimizerConfig(), chunk)
 
 
@@ -271,12 +328,12 @@ def case_parameters_of_other_kinds():
 
 
 @worlds(1)
-def case_weights_sharded_for_rematerialisation():
+@each(function=("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size"))
+def case_weights_sharded_for_rematerialisation(function):
     """Groups that only main has."""
-    for function in ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parallel_state, function, lambda: 2, raising=False)
-            refused(r"weights sharded for rematerialisation \(GTP\).*set the GTP sizes to 1", AltoOptimizerConfig())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_state, function, lambda: 2, raising=False)
+        refused(r"weights sharded for rematerialisation \(GTP\).*set the GTP sizes to 1", AltoOptimizerConfig())
 
 
 @worlds(1)
@@ -399,23 +456,19 @@ def loaded(saved, config, message=None):
 
 
 @worlds(1)
-def case_checkpoints_of_another_optimizer():
-    for distributed in (False, True):
-        ours = AltoOptimizerConfig(use_distributed_optimizer=distributed)
-        alto, _ = trained(ours)
-        adam, _ = trained(OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=distributed))
-        loaded(adam.state_dict(), ours, r"another optimizer: it has no 'grad_ema'.*alto_adopt=True \(--alto-adopt\)")
-        adopting = dataclasses.replace(ours, alto_adopt=True)
-        loaded(
-            alto.state_dict(), adopting, r"saved by ALTO and has 'grad_ema'.*alto_adopt=False \(leave out --alto-adopt"
-        )
-        lamb = dataclasses.replace(ours, alto_alpha=0.0)
-        loaded(
-            alto.state_dict(), lamb, r"the checkpoint has 'grad_ema' and this run has not .*alto_alpha=-5.0 \(--alto-a"
-        )
-        saved = trained(lamb)[0].state_dict()
-        loaded(saved, ours, r"this run has 'grad_ema' and the checkpoint has not .*alto_alpha=0.0 \(--alto-alpha\)")
-        loaded(saved, lamb)
+@each(distributed=(False, True))
+def case_checkpoints_of_another_optimizer(distributed):
+    ours = AltoOptimizerConfig(use_distributed_optimizer=distributed)
+    alto, _ = trained(ours)
+    adam, _ = trained(OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=distributed))
+    loaded(adam.state_dict(), ours, r"another optimizer: it has no 'grad_ema'.*alto_adopt=True \(--alto-adopt\)")
+    adopting = dataclasses.replace(ours, alto_adopt=True)
+    loaded(alto.state_dict(), adopting, r"saved by ALTO and has 'grad_ema'.*alto_adopt=False \(leave out --alto-adopt")
+    lamb = dataclasses.replace(ours, alto_alpha=0.0)
+    loaded(alto.state_dict(), lamb, r"the checkpoint has 'grad_ema' and this run has not .*alto_alpha=-5.0 \(--alto-a")
+    saved = trained(lamb)[0].state_dict()
+    loaded(saved, ours, r"this run has 'grad_ema' and the checkpoint has not .*alto_alpha=0.0 \(--alto-alpha\)")
+    loaded(saved, lamb)
 
 
 @worlds(1)
@@ -437,19 +490,19 @@ def case_hyperparameters_come_from_the_checkpoint():
 
 
 @worlds(1)
-def case_a_plain_config_stands_for_the_defaults():
-    for distributed in (False, True):
-        shared = {"lr": 0.01, "weight_decay": 0.05, "use_distributed_optimizer": distributed}
-        plain, weights = quiet(OptimizerConfig(optimizer="alto", **shared))
-        assert [type(inner) for inner in altos(plain)] == [ALTO]
-        assert_same_weights(weights, quiet(AltoOptimizerConfig(**shared))[1])
-        # and the comparison tells one setting from another
-        other = quiet(AltoOptimizerConfig(**shared, alto_alpha=-4.0))[1]
-        assert any(not torch.equal(other[name], weights[name]) for name in weights)
-        # upper case is the same name, as on DeepSpeed's side
-        config = OptimizerConfig(optimizer="ALTO", **shared)
-        assert_same_weights(weights, quiet(config)[1])
-        assert config.optimizer == "ALTO"
+@each(distributed=(False, True))
+def case_a_plain_config_stands_for_the_defaults(distributed):
+    shared = {"lr": 0.01, "weight_decay": 0.05, "use_distributed_optimizer": distributed}
+    plain, weights = quiet(OptimizerConfig(optimizer="alto", **shared))
+    assert [type(inner) for inner in altos(plain)] == [ALTO]
+    assert_same_weights(weights, quiet(AltoOptimizerConfig(**shared))[1])
+    # and the comparison tells one setting from another
+    other = quiet(AltoOptimizerConfig(**shared, alto_alpha=-4.0))[1]
+    assert any(not torch.equal(other[name], weights[name]) for name in weights)
+    # upper case is the same name, as on DeepSpeed's side
+    config = OptimizerConfig(optimizer="ALTO", **shared)
+    assert_same_weights(weights, quiet(config)[1])
+    assert config.optimizer == "ALTO"
 
 
 @worlds(1)
@@ -463,6 +516,8 @@ def case_replace_keeps_what_is_ours():
         "alto_kernel": "reference",
         "alto_diagnostics_every": 7,
         "alto_skip_nonfinite": True,
+        "alto_grad_ema_dtype": "bfloat16",
+        "alto_exp_avg_dtype": "bfloat16",
         "alto_adopt": True,
         "alto_checkpoint_format": "dp_reshardable",
     }
@@ -515,28 +570,31 @@ def case_registered_after_the_name_was_imported():
     assert core_optimizer.get_megatron_optimizer is ours, "once is enough"
 
 
+OTHERS = {
+    "adam, distributed": {"optimizer": "adam", "use_distributed_optimizer": True},
+    "adam": {"optimizer": "adam", "use_distributed_optimizer": False},
+    "sgd": {"optimizer": "sgd", "use_distributed_optimizer": False},
+}
+
+
 @worlds(1)
-def case_other_optimizers_are_not_touched():
+@each(OTHERS)
+def case_other_optimizers_are_not_touched(setting):
     """Types, weights and states: what Megatron's own function, called past us, gives."""
     original = get_megatron_optimizer.__wrapped__
-    for settings in (
-        {"optimizer": "adam", "use_distributed_optimizer": True},
-        {"optimizer": "adam", "use_distributed_optimizer": False},
-        {"optimizer": "sgd", "use_distributed_optimizer": False},
-    ):
-        config = OptimizerConfig(lr=0.01, weight_decay=0.05, **settings)
-        with pytest.MonkeyPatch.context() as patch:
-            with_us, weights = trained(config)
-            patch.setitem(globals(), "get_megatron_optimizer", original)
-            without, expected = trained(config)
-        for one, other in zip(with_us.chained_optimizers, without.chained_optimizers, strict=True):
-            assert type(one) is type(other)
-            assert type(one).__module__.startswith("megatron.")
-            assert type(one.optimizer) is type(other.optimizer)
-            assert type(one.optimizer).__module__.startswith("torch.optim")
-            assert [g.keys() for g in one.optimizer.param_groups] == [g.keys() for g in other.optimizer.param_groups]
-        assert not list(altos(with_us))
-        assert_same_weights(weights, expected)
+    config = OptimizerConfig(lr=0.01, weight_decay=0.05, **setting)
+    with pytest.MonkeyPatch.context() as patch:
+        with_us, weights = trained(config)
+        patch.setitem(globals(), "get_megatron_optimizer", original)
+        without, expected = trained(config)
+    for one, other in zip(with_us.chained_optimizers, without.chained_optimizers, strict=True):
+        assert type(one) is type(other)
+        assert type(one).__module__.startswith("megatron.")
+        assert type(one.optimizer) is type(other.optimizer)
+        assert type(one.optimizer).__module__.startswith("torch.optim")
+        assert [g.keys() for g in one.optimizer.param_groups] == [g.keys() for g in other.optimizer.param_groups]
+    assert not list(altos(with_us))
+    assert_same_weights(weights, expected)
 
 
 # -- weight decay and the layer-wise ratio ---------------------------------------------------------------
@@ -548,16 +606,16 @@ def decays(optimizer):
 
 
 @worlds(1)
-def case_without_a_scheduler_biases_are_not_decayed():
+@each(distributed=(False, True))
+def case_without_a_scheduler_biases_are_not_decayed(distributed):
     """wd_mult is applied by Megatron's scheduler alone; ALTO does not wait for one."""
-    for distributed in (False, True):
-        config = AltoOptimizerConfig(weight_decay=0.3, use_distributed_optimizer=distributed)
-        optimizer, weights = trained(config)
-        assert decays(optimizer) == {(1.0, 0.3, True), (0.0, 0.0, False)}
-        half = dataclasses.replace(config, weight_decay=0.15)
-        other = trained(half)[1]
-        moved = {name for name in weights if not torch.equal(weights[name], other[name])}
-        assert moved == {name for name, value in weights.items() if value.ndim > 1}
+    config = AltoOptimizerConfig(weight_decay=0.3, use_distributed_optimizer=distributed)
+    optimizer, weights = trained(config)
+    assert decays(optimizer) == {(1.0, 0.3, True), (0.0, 0.0, False)}
+    half = dataclasses.replace(config, weight_decay=0.15)
+    other = trained(half)[1]
+    moved = {name for name in weights if not torch.equal(weights[name], other[name])}
+    assert moved == {name for name, value in weights.items() if value.ndim > 1}
 
 
 @worlds(1)

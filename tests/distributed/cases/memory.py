@@ -38,7 +38,7 @@ from alto_distributed.pretrain.memory import usage as memory
 from alto_distributed.pretrain.memory.footprint import Setting, checkpoint, footprint
 from alto_distributed.pretrain.memory.shapes import of_model
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
-from tests.helpers.launcher import EXHAUSTIVE, worlds
+from tests.helpers.cases import each, worlds
 
 get_accelerator().is_fp16_supported = lambda: True
 
@@ -46,33 +46,43 @@ get_accelerator().is_fp16_supported = lambda: True
 MODEL = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 16, "vocabulary": 1024, "dropout": 0.0}
 STATES = ALTO.state_keys
 #: Stage, precision, grad_accum_dtype, overlap_comm.
-ZERO = [
-    (3, "bf16", "fp32", True),
-    (0, "bf16", None, False),
-    (1, "fp32", None, False),
-    (1, "bf16", "fp32", False),
-    (2, "fp32", None, True),
-    (2, "bf16", "fp32", True),
-] + (
-    [
-        (3, "fp32", None, False),
-        (0, "fp32", None, False),
-        (3, "bf16", None, False),
-        (3, "fp16", "fp16", False),
-        (2, "bf16", None, False),
-        (1, "bf16", None, False),
-        (1, "fp16", "fp32", True),
-    ]
-    if EXHAUSTIVE
-    else []
-)
+ZERO = {
+    "stage 3, bf16, fp32 sums, overlap": (3, "bf16", "fp32", True),
+    "stage 0, bf16": (0, "bf16", None, False),
+    "stage 1, fp32": (1, "fp32", None, False),
+    "stage 1, bf16, fp32 sums": (1, "bf16", "fp32", False),
+    "stage 2, fp32, overlap": (2, "fp32", None, True),
+    "stage 2, bf16, fp32 sums, overlap": (2, "bf16", "fp32", True),
+}
+MORE_ZERO = {
+    "stage 3, fp32": (3, "fp32", None, False),
+    "stage 0, fp32": (0, "fp32", None, False),
+    "stage 3, bf16": (3, "bf16", None, False),
+    "stage 3, fp16, fp16 sums": (3, "fp16", "fp16", False),
+    "stage 2, bf16": (2, "bf16", None, False),
+    "stage 1, bf16": (1, "bf16", None, False),
+    "stage 1, fp16, fp32 sums, overlap": (1, "fp16", "fp32", True),
+}
 #: Distributed optimizer, precision, tensor and pipeline parallel, format.
-MEGATRON = [
-    (True, "bf16", 1, 1, "fully_reshardable"),
-    (True, "fp32", 1, 1, "dp_reshardable"),
-    (False, "bf16", 1, 1, "fully_reshardable"),
-    (True, "bf16", 2, 1, "fully_reshardable"),
-] + ([(False, "fp32", 1, 1, "fully_reshardable"), (True, "bf16", 1, 2, "fully_reshardable")] if EXHAUSTIVE else [])
+MEGATRON = {
+    "bf16": (True, "bf16", 1, 1, "fully_reshardable"),
+    "fp32, dp_reshardable": (True, "fp32", 1, 1, "dp_reshardable"),
+    "bf16, replicated": (False, "bf16", 1, 1, "fully_reshardable"),
+    "bf16, tensor parallel": (True, "bf16", 2, 1, "fully_reshardable"),
+}
+MORE_MEGATRON = {
+    "fp32, replicated": (False, "fp32", 1, 1, "fully_reshardable"),
+    "bf16, pipeline": (True, "bf16", 1, 2, "fully_reshardable"),
+}
+SMALL = {"grad_ema_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"}
+#: Engine, precision, ALTO's options.
+TORCH = {
+    "plain, bf16": ("plain", "bf16", {"grad_ema_dtype": "bfloat16"}),
+    "plain, fp32, small states": ("plain", "fp32", SMALL),
+    "plain, fp32, LAMB": ("plain", "fp32", {"alpha": 0.0}),
+    "DDP": ("ddp", "fp32", {}),
+    "FSDP2, small states": ("fsdp", "fp32", SMALL),
+}
 
 
 def run_of(precision, **more):
@@ -179,112 +189,108 @@ class Watch:
 
 
 @worlds(2)
-def case_deepspeed_keeps_what_was_estimated(directory):
-    for i, (stage, precision, accumulated, overlap) in enumerate(ZERO):
-        file = directory / f"{i}.{dist.get_rank()}.json"  # one each: a rank must not read what another is writing
-        zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 2_000_000}
-        data_types = {"data_types": {"grad_accum_dtype": accumulated}} if accumulated else {}
-        file.write_text(json.dumps({"zero_optimization": zero, **data_types}))
-        run = run_of(precision, deepspeed={"config": str(file)})
-        watch = Watch()
-        engine = on_deepspeed.build(run)
-        inside = engine._engine
-        parameters = list(inside.module.parameters())
-        wrapper = inside.optimizer
+@each(ZERO, exhaustive=MORE_ZERO)
+def case_deepspeed_keeps_what_was_estimated(directory, label, setting):
+    stage, precision, accumulated, overlap = setting
+    file = directory / f"{label}.{dist.get_rank()}.json"  # one each: a rank must not read what another is writing
+    zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 2_000_000}
+    data_types = {"data_types": {"grad_accum_dtype": accumulated}} if accumulated else {}
+    file.write_text(json.dumps({"zero_optimization": zero, **data_types}))
+    run = run_of(precision, deepspeed={"config": str(file)})
+    watch = Watch()
+    engine = on_deepspeed.build(run)
+    inside = engine._engine
+    parameters = list(inside.module.parameters())
+    wrapper = inside.optimizer
 
-        def weights(parameters=parameters):
-            return [tensor for p in parameters for tensor in (p, getattr(p, "ds_tensor", None))]
+    def weights(parameters=parameters):
+        return [tensor for p in parameters for tensor in (p, getattr(p, "ds_tensor", None))]
 
-        def buffers(wrapper=wrapper):
-            found = [bucket.buffer for bucket in getattr(wrapper, "ipg_buckets", {}).values()]
-            flat = [tensor for buffer in found for tensor in (buffer if isinstance(buffer, list) else [buffer])]
-            return [tensor for tensor in flat if tensor is not None]
+    def buffers(wrapper=wrapper):
+        found = [bucket.buffer for bucket in getattr(wrapper, "ipg_buckets", {}).values()]
+        flat = [tensor for buffer in found for tensor in (buffer if isinstance(buffer, list) else [buffer])]
+        return [tensor for tensor in flat if tensor is not None]
 
-        watch.follow(weights, [inside.basic_optimizer], buffers)
-        # In the middle of a backward pass, for stage 2 gives its buffers back at the end.
-        inside.module.transformer.h[0].register_full_backward_hook(lambda *_, watch=watch: watch.look_at_buffers())
+    watch.follow(weights, [inside.basic_optimizer], buffers)
+    # In the middle of a backward pass, for stage 2 gives its buffers back at the end.
+    inside.module.transformer.h[0].register_full_backward_hook(lambda *_, watch=watch: watch.look_at_buffers())
+    for step in range(2):
+        watch.started = step == 1
+        for tokens in batches(2):
+            loss = engine._loss(tokens)
+            inside.backward(loss)
+            del loss
+            watch.look()
+            inside.step()
+    into = directory / "saved"
+    engine.save(into)
+    setting = memory.setting_of(run, dist.get_world_size())
+    expected, activations = memory.estimate(run, dist.get_world_size())
+    assert activations > 0
+    watch.check(expected, checkpoint(setting, of_model(run.model)), into, setting)
+    engine.close()
+
+
+@worlds(2)
+@each(MEGATRON, exhaustive=MORE_MEGATRON)
+def case_megatron_keeps_what_was_estimated(directory, setting):
+    distributed, precision, tensor, pipeline, format_ = setting
+    layout = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "checkpoint_format": format_}
+    layout |= {"distributed_optimizer": distributed, "overlap": False}
+    run = run_of(precision, engine="megatron", megatron=layout)
+    watch = Watch()
+    engine = on_megatron.build(run)
+    with contextlib.ExitStack() as stack:
+        stack.callback(parallel_state.destroy_model_parallel)
+        wrappers = getattr(engine._optimizer, "chained_optimizers", [engine._optimizer])
+        watch.follow(lambda engine=engine: engine._model.parameters(), [w.optimizer for w in wrappers])
         for step in range(2):
             watch.started = step == 1
-            for tokens in batches(2):
-                loss = engine._loss(tokens)
-                inside.backward(loss)
-                del loss
-                watch.look()
-                inside.step()
+            engine.train(batches(4 // engine.data_parallel_size), 0.01)
         into = directory / "saved"
+        if dist.get_rank() == 0:
+            into.mkdir()
+        dist.barrier()
         engine.save(into)
         setting = memory.setting_of(run, dist.get_world_size())
-        expected, activations = memory.estimate(run, dist.get_world_size())
-        assert activations > 0
-        watch.check(expected, checkpoint(setting, of_model(run.model)), into, ZERO[i])
-        engine.close()
+        expected, _ = memory.estimate(run, dist.get_world_size())
+        watch.check(expected, checkpoint(setting, of_model(run.model)), into, (distributed, precision, layout))
 
 
 @worlds(2)
-def case_megatron_keeps_what_was_estimated(directory):
-    for distributed, precision, tensor, pipeline, format_ in MEGATRON:
-        layout = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "checkpoint_format": format_}
-        layout |= {"distributed_optimizer": distributed, "overlap": False}
-        run = run_of(precision, engine="megatron", megatron=layout)
-        watch = Watch()
-        engine = on_megatron.build(run)
-        with contextlib.ExitStack() as stack:
-            stack.callback(parallel_state.destroy_model_parallel)
-            wrappers = getattr(engine._optimizer, "chained_optimizers", [engine._optimizer])
-            watch.follow(lambda engine=engine: engine._model.parameters(), [w.optimizer for w in wrappers])
-            for step in range(2):
-                watch.started = step == 1
-                engine.train(batches(4 // engine.data_parallel_size), 0.01)
-            into = directory / "saved"
-            if dist.get_rank() == 0:
-                into.mkdir()
-            dist.barrier()
-            engine.save(into)
-            setting = memory.setting_of(run, dist.get_world_size())
-            expected, _ = memory.estimate(run, dist.get_world_size())
-            watch.check(expected, checkpoint(setting, of_model(run.model)), into, (distributed, precision, layout))
+@each(TORCH)
+def case_torch_keeps_what_was_estimated(directory, setting):
+    engine, precision, options = setting
+    run = run_of("fp32")
+    watch = Watch()
+    model = build_model(run).to({"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
+    if engine == "fsdp":
+        for layer in model.transformer.h:
+            fully_shard(layer)
+        fully_shard(model)
+    parameters = list(model.parameters())
+    # Views of the buckets, so that they can be seen at all; without them gradients are there as well.
+    through = DistributedDataParallel(model, gradient_as_bucket_view=True) if engine == "ddp" else model
+    optimizer = ALTO(param_groups(model), **options)
 
+    def local(tensor):
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
-@worlds(2)
-def case_torch_keeps_what_was_estimated(directory):
-    small = {"grad_ema_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"}
-    for engine, precision, options in [
-        ("plain", "bf16", {"grad_ema_dtype": "bfloat16"}),
-        ("plain", "fp32", small),
-        ("plain", "fp32", {"alpha": 0.0}),
-        ("ddp", "fp32", {}),
-        ("fsdp", "fp32", small),
-    ]:
-        run = run_of("fp32")
-        watch = Watch()
-        model = build_model(run).to({"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
-        if engine == "fsdp":
-            for layer in model.transformer.h:
-                fully_shard(layer)
-            fully_shard(model)
-        parameters = list(model.parameters())
-        # Views of the buckets, so that they can be seen at all; without them gradients are there as well.
-        through = DistributedDataParallel(model, gradient_as_bucket_view=True) if engine == "ddp" else model
-        optimizer = ALTO(param_groups(model), **options)
-
-        def local(tensor):
-            return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-        for _ in range(2):
-            (tokens,) = batches(1)
-            next_token_loss(through(inputs_of(tokens)).logits, tokens).backward()
-            optimizer.step()
-        gradients = sum(storages(local(p.grad) for p in parameters).values())
-        watch.note(weights=sum(storages(map(local, parameters)).values()), gradients=gradients, master=0)
-        watch.note(buffers=gradients if engine == "ddp" else 0)
-        for key in STATES:
-            kept = [local(state[key]) for state in optimizer.state.values() if key in state]
-            watch.note(**{key: sum(storages(kept).values())})
-        setting = Setting(engine, dist.get_world_size(), precision, states=memory.states_of("alto", options))
-        into = directory / "saved"
-        if engine != "fsdp" and dist.get_rank() == 0:
-            into.mkdir()
-            torch.save([model.state_dict(), optimizer.state_dict()], into / "all.pt")
-        sizes = of_model(run.model)
-        saved = checkpoint(setting, sizes)
-        watch.check(footprint(setting, sizes), saved, into if engine != "fsdp" else None, (engine, precision, options))
+    for _ in range(2):
+        (tokens,) = batches(1)
+        next_token_loss(through(inputs_of(tokens)).logits, tokens).backward()
+        optimizer.step()
+    gradients = sum(storages(local(p.grad) for p in parameters).values())
+    watch.note(weights=sum(storages(map(local, parameters)).values()), gradients=gradients, master=0)
+    watch.note(buffers=gradients if engine == "ddp" else 0)
+    for key in STATES:
+        kept = [local(state[key]) for state in optimizer.state.values() if key in state]
+        watch.note(**{key: sum(storages(kept).values())})
+    setting = Setting(engine, dist.get_world_size(), precision, states=memory.states_of("alto", options))
+    into = directory / "saved"
+    if engine != "fsdp" and dist.get_rank() == 0:
+        into.mkdir()
+        torch.save([model.state_dict(), optimizer.state_dict()], into / "all.pt")
+    sizes = of_model(run.model)
+    saved = checkpoint(setting, sizes)
+    watch.check(footprint(setting, sizes), saved, into if engine != "fsdp" else None, (engine, precision, options))

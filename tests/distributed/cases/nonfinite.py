@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from alto_distributed.nonfinite import SkippedSteps
 from tests.helpers import devices
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 
 from .sharded import HYPER, batches, full, network, sharded_network
 
@@ -195,14 +195,13 @@ def case_a_sharded_scaler_agrees():
 
 
 @worlds(2)
-def case_the_flag_is_one_collective():
+@each(skips=(False, True))
+def case_the_flag_is_one_collective(skips):
     from torch.distributed.tensor.debug import CommDebugMode
 
     model = network()
-    for skips in (False, True):
-        optimizer = ALTO(param_groups(model, 1e-2), skip_nonfinite=skips, **HYPER)
-        nn.Module.zero_grad(model)
-        (model(next(iter(batches()))[0])).square().mean().backward()
-        with CommDebugMode() as comms:
-            optimizer.step()
-        assert comms.get_total_counts() == int(skips)
+    optimizer = ALTO(param_groups(model, 1e-2), skip_nonfinite=skips, **HYPER)
+    (model(next(iter(batches()))[0])).square().mean().backward()
+    with CommDebugMode() as comms:
+        optimizer.step()
+    assert comms.get_total_counts() == int(skips)

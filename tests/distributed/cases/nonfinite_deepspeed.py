@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from alto_distributed.deepspeed.layout import LayoutBuilder
-from tests.helpers.launcher import EXHAUSTIVE, worlds
+from tests.helpers.cases import each, worlds
 
 from .zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
 
@@ -119,22 +119,20 @@ def check(label, zero, more):
 
 
 @worlds(2)
-def case_a_nan_on_one_rank_changes_nothing_in_any_stage():
-    for label, (zero, more) in {**CELLS, **(MORE if EXHAUSTIVE else {})}.items():
-        try:
-            check(label, zero, more)
-        except AssertionError as error:
-            raise AssertionError(f"{label}: {error}") from error
+@each(CELLS, exhaustive=MORE)
+def case_a_nan_on_one_rank_changes_nothing_in_any_stage(label, setting):
+    check(label, *setting)
 
 
 @worlds(2)
-def case_without_the_setting_a_nan_gets_in():
+@each({"fp32, stage 0": (None, {}), "bf16, stage 2, unchecked": ({"stage": 2}, UNCHECKED)})
+def case_without_the_setting_a_nan_gets_in(setting):
     """The negative control, where DeepSpeed does not look: float32 at stage 0, and where it is told not to."""
-    for zero, more in ((None, {}), ({"stage": 2}, UNCHECKED)):
-        with running(network(), config(zero, **more)) as engine:
-            ((x, y),) = next(iter(batches(1)))
-            x, y = x.chunk(2)[dist.get_rank()], y.chunk(2)[dist.get_rank()]
-            with nan_in(engine, "scale", 1):
-                engine.backward(loss_of(engine(x), y))
-            engine.step()
-            assert any(w.isnan().any() for w in weights(engine).values())
+    zero, more = setting
+    with running(network(), config(zero, **more)) as engine:
+        ((x, y),) = next(iter(batches(1)))
+        x, y = x.chunk(2)[dist.get_rank()], y.chunk(2)[dist.get_rank()]
+        with nan_in(engine, "scale", 1):
+            engine.backward(loss_of(engine(x), y))
+        engine.step()
+        assert any(w.isnan().any() for w in weights(engine).values())

@@ -6,7 +6,7 @@ Nothing changes on any rank, and the run ends bit for bit where one does that ne
 import torch
 import torch.distributed as dist
 
-from tests.helpers.launcher import EXHAUSTIVE, worlds
+from tests.helpers.cases import each, worlds
 from tests.helpers.megatron_gpt import Job, Layout, Megatron, alto_config, parallel
 
 from .megatron_precision import everything
@@ -60,15 +60,24 @@ def check(what, job, layout, **options):
         assert same(got, never), (what, "not the run that never had the steps")
 
 
+LAYOUTS = {
+    "bf16": (torch.bfloat16, Layout()),
+    "bf16, tensor parallel": (torch.bfloat16, Layout(tensor=2)),
+    "bf16, pipeline": (torch.bfloat16, Layout(pipeline=2)),
+    "fp32": (torch.float32, Layout()),
+}
+MORE = {
+    "fp32, tensor parallel": (torch.float32, Layout(tensor=2)),
+    "fp32, pipeline": (torch.float32, Layout(pipeline=2)),
+}
+
+
 @worlds(2)
-def case_a_nan_on_one_rank_changes_nothing_under_megatron():
+@each(LAYOUTS, exhaustive=MORE, distributed=(True, False))
+def case_a_nan_on_one_rank_changes_nothing_under_megatron(label, setting, distributed):
     """With tensor and pipeline parallelism the NaN is in a part of the model that the other rank does not have."""
-    layouts = [Layout(), Layout(tensor=2), Layout(pipeline=2)]
-    for precision in (torch.bfloat16, torch.float32):
-        for layout in layouts if precision == torch.bfloat16 or EXHAUSTIVE else layouts[:1]:
-            for distributed in (True, False):
-                what = (precision, layout, distributed)
-                check(what, Job(precision=precision, steps=STEPS), layout, distributed=distributed)
+    precision, layout = setting
+    check(label, Job(precision=precision, steps=STEPS), layout, distributed=distributed)
 
 
 @worlds(2)

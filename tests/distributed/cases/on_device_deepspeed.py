@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from alto_distributed import ALTO
 from tests.helpers import devices, pretend
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 
 from .zero import PARAMS, batches, config, largest_gap, loss_of, network, reference, running, train, weights
 
@@ -30,12 +30,24 @@ def watching(steps_before=0):
         yield
 
 
+STEADY = {
+    "stage 0": (0, {}),
+    "stage 0, bf16": (0, BF16),
+    "stage 1": (1, {}),
+    "stage 1, bf16": (1, BF16),
+    "stage 2, bf16": (2, BF16),
+    "stage 3": (3, {}),
+    "stage 3, bf16": (3, BF16),
+}
+
+
 @worlds(2)
-def case_nothing_is_read_or_copied_in_the_steady_state():
-    for stage, more in ((0, {}), (0, BF16), (1, {}), (1, BF16), (2, BF16), (3, {}), (3, BF16)):
-        zero = {"stage": stage, "sub_group_size": 40} if stage else None
-        with running(network(), config(zero, **more)) as engine, watching(steps_before=2):
-            train(engine, steps=4)
+@each(STEADY)
+def case_nothing_is_read_or_copied_in_the_steady_state(setting):
+    stage, more = setting
+    zero = {"stage": stage, "sub_group_size": 40} if stage else None
+    with running(network(), config(zero, **more)) as engine, watching(steps_before=2):
+        train(engine, steps=4)
 
 
 def devices_of_states(engine):
@@ -45,30 +57,31 @@ def devices_of_states(engine):
 
 
 @worlds(2)
-def case_states_go_to_the_host_and_come_back():
+@each({"stage 1, pinned": (1, True), "stage 2": (2, False), "stage 3, pinned": (3, True), "stage 3": (3, False)})
+def case_states_go_to_the_host_and_come_back(setting):
     """As RLHF does between phases. At stage 3 the third state stayed on the device, had DeepSpeed not refused at all;
     at the others the step counts came back on the device, and each of them was waited for at each step."""
     here = devices.NAME
     # DeepSpeed cannot move the model's own weights at stage 3 where some are frozen, with any optimizer.
     kinds = set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params}
-    for stage, pinned in ((1, True), (2, False), (3, True), (3, False)):
-        with running(network(), config({"stage": stage})) as engine:
-            train(engine, steps=3)
-            for _ in range(2):
-                engine.offload_states(include=kinds, pin_memory=pinned)
-                assert all(kinds == {"cpu"} for kinds in devices_of_states(engine).values()), stage
-                engine.reload_states()
-                assert all(devices_of_states(engine)[key] == {here} for key in ALTO.state_keys), stage
-            keys = {key for state in engine.basic_optimizer.state.values() for key in state}
-            assert keys == {*ALTO.state_keys, "step"}
-            with watching(steps_before=4):  # the first step fetches the counts
-                for (x, y), *_ in list(batches())[3:]:
-                    rank = torch.distributed.get_rank()
-                    engine.backward(loss_of(engine(x.chunk(2)[rank]), y.chunk(2)[rank]))
-                    engine.step()
-            gap = largest_gap(weights(engine), reference())
-            assert gap < 1e-6, (stage, gap)
-            assert {state["step"].device.type for state in engine.basic_optimizer.state.values()} == {"cpu"}
+    stage, pinned = setting
+    with running(network(), config({"stage": stage})) as engine:
+        train(engine, steps=3)
+        for _ in range(2):
+            engine.offload_states(include=kinds, pin_memory=pinned)
+            assert all(kinds == {"cpu"} for kinds in devices_of_states(engine).values()), stage
+            engine.reload_states()
+            assert all(devices_of_states(engine)[key] == {here} for key in ALTO.state_keys), stage
+        keys = {key for state in engine.basic_optimizer.state.values() for key in state}
+        assert keys == {*ALTO.state_keys, "step"}
+        with watching(steps_before=4):  # the first step fetches the counts
+            for (x, y), *_ in list(batches())[3:]:
+                rank = torch.distributed.get_rank()
+                engine.backward(loss_of(engine(x.chunk(2)[rank]), y.chunk(2)[rank]))
+                engine.step()
+        gap = largest_gap(weights(engine), reference())
+        assert gap < 1e-6, (stage, gap)
+        assert {state["step"].device.type for state in engine.basic_optimizer.state.values()} == {"cpu"}
     assert PARAMS["kernel"] == "torch"
 
 

@@ -1,7 +1,7 @@
 """The DeepSpeed engine of the pretraining program, with a tiny GPT-2: it equals one process, repeats itself bit for
 bit, and goes on from its checkpoints as if it had never stopped.
 
-World 1 loads what world 2 saved; tests/distributed/test_pretrain_deepspeed.py starts them in that order.
+World 1 loads what world 2 saved.
 """
 
 import contextlib
@@ -19,16 +19,14 @@ from alto_distributed.pretrain.config.settings import parse
 from alto_distributed.pretrain.engines.deepspeed import engine as pretrain
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
 from tests.helpers import devices
-from tests.helpers.launcher import EXHAUSTIVE, REPO, worlds
+from tests.helpers.cases import REPO, after, each, worlds
 
 # Half precision runs on any CPU in torch; DeepSpeed asks for hardware support, which this is not about.
 get_accelerator().is_fp16_supported = lambda: True
 
 BATCH, SEQUENCE, VOCABULARY = 16, 12, 61
 LR = {"alto": 0.04, "lamb": 0.04, "adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "adabelief": 1e-3}
-# Stage 3 comes first: from its first engine on, DeepSpeed replaces F.linear in the whole process by one that rounds
-# otherwise, and what is compared bit for bit should all have been computed by the same one.
-STAGES = (3, 1, 2)
+STAGES = (1, 2, 3)
 
 
 def run_of(stage=2, *, precision="fp32", micro=4, dropout=0.0, name="alto", diagnostics=0, json_file=None, **options):
@@ -87,7 +85,7 @@ def rate(run, step):
 def weights(engine):
     """Whole float32 weights by name; DeepSpeed's master copies if there are any."""
     out = {}
-    for name, p in engine.module.named_parameters():
+    for name, p in engine._engine.module.named_parameters():
         if engine._engine.zero_optimization():
             out[name] = safe_get_full_fp32_param(p).cpu().clone()
         else:
@@ -155,64 +153,67 @@ def case_the_device_is_set_before_the_first_collective():
     assert "collective" in {what for what, *_ in seen}
 
 
+#: Stage and precision: every stage in one, and both in turn.
+REPEATED = {"stage 1, fp32": (1, "fp32"), "stage 2, bf16": (2, "bf16"), "stage 3, fp32": (3, "fp32")}
+MORE_REPEATED = {"stage 1, bf16": (1, "bf16"), "stage 2, fp32": (2, "fp32"), "stage 3, bf16": (3, "bf16")}
+
+
 @worlds(2)
-def case_repeats_and_resumes_bit_for_bit(directory):
+@each(REPEATED, exhaustive=MORE_REPEATED)
+def case_repeats_and_resumes_bit_for_bit(directory, label, setting):
     """With dropout. The second run also evaluates on its way, the third goes on from the first one's checkpoint."""
-    for stage, precision in ((s, p) for s in STAGES for p in ("fp32", "bf16")):
-        if precision == ("bf16", "fp32")[stage % 2] and not EXHAUSTIVE:
-            continue  # every stage in one precision, and both in turn
-        label = f"stage {stage}, {precision}"
-        run = run_of(stage, precision=precision, dropout=0.1)
-        with engine_of(run) as engine:
-            first = advance(engine, run, 0, 3, repeated=True)
-            engine.save(directory / label)
-            at_save = weights(engine)
-            first += advance(engine, run, 3, 8, repeated=True)
-            at_end = weights(engine)
-        losses = [loss for loss, _ in first]
-        assert abs(losses[0] - math.log(VOCABULARY)) < 0.2, (label, losses)
-        assert losses[-1] < losses[0] - 0.15, (label, losses)
-        with engine_of(run) as engine:
-            again = []
-            for step in range(8):
-                again += advance(engine, run, step, step + 1, repeated=True)
-                engine.evaluate(mine(tokens_of(50), 4))
-            assert again == first, label
-            assert_same(f"{label}, again", weights(engine), at_end)
-        with engine_of(run) as engine:
-            engine.load(directory / label)
-            assert_same(f"{label}, loaded", weights(engine), at_save)
-            assert advance(engine, run, 3, 8, repeated=True) == first[3:], label
-            assert_same(f"{label}, resumed", weights(engine), at_end)
+    stage, precision = setting
+    run = run_of(stage, precision=precision, dropout=0.1)
+    with engine_of(run) as engine:
+        first = advance(engine, run, 0, 3, repeated=True)
+        engine.save(directory / label)
+        at_save = weights(engine)
+        first += advance(engine, run, 3, 8, repeated=True)
+        at_end = weights(engine)
+    losses = [loss for loss, _ in first]
+    assert abs(losses[0] - math.log(VOCABULARY)) < 0.2, (label, losses)
+    assert losses[-1] < losses[0] - 0.15, (label, losses)
+    with engine_of(run) as engine:
+        again = []
+        for step in range(8):
+            again += advance(engine, run, step, step + 1, repeated=True)
+            engine.evaluate(mine(tokens_of(50), 4))
+        assert again == first, label
+        assert_same(f"{label}, again", weights(engine), at_end)
+    with engine_of(run) as engine:
+        engine.load(directory / label, 2)
+        assert_same(f"{label}, loaded", weights(engine), at_save)
+        assert advance(engine, run, 3, 8, repeated=True) == first[3:], label
+        assert_same(f"{label}, resumed", weights(engine), at_end)
 
 
 @worlds(2)
-def case_recomputation_changes_no_bit():
+@each(stage=(2, 3))
+def case_recomputation_changes_no_bit(stage):
     """With dropout: what is computed again must draw the same masks."""
-    for stage in (2, 3):
-        results = []
-        for recompute in (False, True):
-            run = run_of(stage, dropout=0.1)
-            run = parse({**run.as_dict(), "training": {**run.as_dict()["training"], "recompute": recompute}})
-            with engine_of(run) as engine:
-                modules = engine.module.modules()
-                assert recompute == any(getattr(module, "gradient_checkpointing", False) for module in modules)
-                results.append((advance(engine, run, 0, 3), weights(engine)))
-        assert results[0][0] == results[1][0], stage
-        assert_same(f"stage {stage}", results[1][1], results[0][1])
+    results = []
+    for recompute in (False, True):
+        run = run_of(stage, dropout=0.1)
+        run = parse({**run.as_dict(), "training": {**run.as_dict()["training"], "recompute": recompute}})
+        with engine_of(run) as engine:
+            modules = engine._engine.module.modules()
+            assert recompute == any(getattr(module, "gradient_checkpointing", False) for module in modules)
+            results.append((advance(engine, run, 0, 3), weights(engine)))
+    assert results[0][0] == results[1][0], stage
+    assert_same(f"stage {stage}", results[1][1], results[0][1])
 
 
 @worlds(2)
-def case_dropout_differs_between_steps_and_ranks():
+@each(dropout=(0.3, 0.0))
+def case_dropout_differs_between_steps_and_ranks(dropout):
     """The same samples everywhere, and a rate of 0: what differs are the masks."""
-    for dropout in (0.3, 0.0):
-        run = run_of(2, dropout=dropout, micro=8)
-        tokens = [tokens_of(0)[:8]]
-        with engine_of(run) as engine:
-            seen = [next_loss(engine, tokens) for _ in range(2)]
-        everywhere = [None, None]
-        dist.all_gather_object(everywhere, seen)
-        assert len({loss for losses in everywhere for loss in losses}) == (4 if dropout else 1), everywhere
+    run = run_of(2, dropout=dropout, micro=8)
+    tokens = [tokens_of(0)[:8]]
+    with engine_of(run) as engine:
+        seen = [next_loss(engine, tokens) for _ in range(2)]
+    everywhere = [None, None]
+    dist.all_gather_object(everywhere, seen)
+    assert len({loss for losses in everywhere for loss in losses}) == (4 if dropout else 1), everywhere
 
 
 def next_loss(engine, tokens):
@@ -226,71 +227,82 @@ def next_loss(engine, tokens):
 
 
 @worlds(2)
-def case_equals_one_process_however_it_accumulates():
+@each(stage=(0, 1, 2, 3))
+def case_equals_one_process_however_it_accumulates(stage):
     steps = 4
-    for stage in (*STAGES, 0):
-        expected, end = unsharded(run_of(), steps)
-        start = {name: p.detach() for name, p in build_model(run_of()).named_parameters()}
-        for micro in (8, 4) if stage else (4,):
-            run = run_of(stage, micro=micro, diagnostics=2)
-            with engine_of(run) as engine:
-                assert_same("initial weights", weights(engine), start)
-                got = advance(engine, run, 0, steps)
-                far = gap(weights(engine), end, start)
-                assert engine.diagnostics().keys() == start.keys()
-            assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
-            if stage:
-                assert [norm for _, norm in got] == pytest.approx([norm for _, norm in expected], rel=1e-4)
-            assert far < 1e-4, (stage, micro, far)
-
-
-@worlds(2)
-def case_every_optimizer_equals_one_process():
-    """Also those that are only elementwise: a shard is a shard. Stage 3 steps each group by itself."""
-    steps = 4
+    expected, end = unsharded(run_of(), steps)
     start = {name: p.detach() for name, p in build_model(run_of()).named_parameters()}
-    gaps = {}
-    for name in [name for name in optimizers.NAMES if name != "alto"]:  # which the case above has
-        run = run_of(name=name)
-        _, end = unsharded(run, steps)
-        for stage, precision in ((3, "fp32"), *([(1, "bf16"), (2, "fp32")] if EXHAUSTIVE else [])):
-            run = run_of(stage, name=name, precision=precision)
-            with engine_of(run) as engine:
-                advance(engine, run, 0, steps)
-                if precision == "fp32":
-                    gaps[name, stage] = gap(weights(engine), end, start)
-                else:
-                    assert all(p.isfinite().all() for p in weights(engine).values())
-                assert bool(engine.diagnostics()) is False  # nobody asked
-    assert all(far < 1e-3 for far in gaps.values()), gaps
-
-
-@worlds(2)
-def case_the_rate_given_is_the_rate_used():
-    for stage, precision in ((3, "bf16"), (1, "bf16"), (1, "fp32"), (2, "fp32")):
-        run = run_of(stage, precision=precision)
+    for micro in (8, 4) if stage else (4,):
+        run = run_of(stage, micro=micro, diagnostics=2)
         with engine_of(run) as engine:
-            advance(engine, run, 0, 1)
-            before, loss = weights(engine), engine.evaluate(mine(tokens_of(9), 4))
-            engine.train(mine(tokens_of(1), 4), 0.0)
-            assert_same(f"stage {stage}, rate 0", weights(engine), before)
-            assert engine.evaluate(mine(tokens_of(9), 4)) == loss
-            engine.train(mine(tokens_of(2), 4), 1e-3)
-            assert any(not torch.equal(p, before[name]) for name, p in weights(engine).items())
+            assert_same("initial weights", weights(engine), start)
+            got = advance(engine, run, 0, steps)
+            far = gap(weights(engine), end, start)
+            assert engine.diagnostics().keys() == start.keys()
+        assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+        if stage:
+            assert [norm for _, norm in got] == pytest.approx([norm for _, norm in expected], rel=1e-4)
+        assert far < 1e-4, (stage, micro, far)
+
+
+#: All but ALTO, which the case above has.
+OTHERS = ("lamb", "adamw", "adam", "lion", "adabelief")
 
 
 @worlds(2)
-def case_evaluation_does_not_depend_on_micro_batches():
+@each({"stage 3": (3, "fp32")}, exhaustive={"stage 1, bf16": (1, "bf16"), "stage 2": (2, "fp32")}, name=OTHERS)
+def case_every_optimizer_equals_one_process(setting, name):
+    """Also those that are only elementwise: a shard is a shard. Stage 3 steps each group by itself."""
+    assert {*OTHERS, "alto"} == {*optimizers.NAMES}
+    steps, (stage, precision) = 4, setting
+    start = {name: p.detach() for name, p in build_model(run_of()).named_parameters()}
+    run = run_of(stage, name=name, precision=precision)
+    with engine_of(run) as engine:
+        advance(engine, run, 0, steps)
+        if precision == "fp32":
+            _, end = unsharded(run_of(name=name), steps)
+            far = gap(weights(engine), end, start)
+            assert far < 1e-3, far
+        else:
+            assert all(p.isfinite().all() for p in weights(engine).values())
+        assert bool(engine.diagnostics()) is False  # nobody asked
+
+
+RATES = {
+    "stage 3, bf16": (3, "bf16"),
+    "stage 1, bf16": (1, "bf16"),
+    "stage 1, fp32": (1, "fp32"),
+    "stage 2, fp32": (2, "fp32"),
+}
+
+
+@worlds(2)
+@each(RATES)
+def case_the_rate_given_is_the_rate_used(setting):
+    stage, precision = setting
+    run = run_of(stage, precision=precision)
+    with engine_of(run) as engine:
+        advance(engine, run, 0, 1)
+        before, loss = weights(engine), engine.evaluate(mine(tokens_of(9), 4))
+        engine.train(mine(tokens_of(1), 4), 0.0)
+        assert_same(f"stage {stage}, rate 0", weights(engine), before)
+        assert engine.evaluate(mine(tokens_of(9), 4)) == loss
+        engine.train(mine(tokens_of(2), 4), 1e-3)
+        assert any(not torch.equal(p, before[name]) for name, p in weights(engine).items())
+
+
+@worlds(2)
+@each(stage=STAGES)
+def case_evaluation_does_not_depend_on_micro_batches(stage):
     run = run_of(dropout=0.5)
     tokens = tokens_of(3, samples=24)
     model = build_model(run).eval()
     with torch.no_grad():
         expected = next_token_loss(model(inputs_of(tokens)).logits, tokens).item()
-    for stage in STAGES:
-        with engine_of(run_of(stage, dropout=0.5)) as engine:
-            for micro in (1, 4, 5, 12):  # 5, 5 and 2
-                assert engine.evaluate(mine(tokens, micro)) == pytest.approx(expected, abs=1e-6), (stage, micro)
-            assert engine.module.training
+    with engine_of(run_of(stage, dropout=0.5)) as engine:
+        for micro in (1, 4, 5, 12):  # 5, 5 and 2
+            assert engine.evaluate(mine(tokens, micro)) == pytest.approx(expected, abs=1e-6), (stage, micro)
+        assert engine._engine.module.training
 
 
 @worlds(2)
@@ -318,7 +330,7 @@ def case_refusals(directory):
         with pytest.raises(ValueError, match="1 micro-batches, and a step of this run has 2 on each rank"):
             engine.train(mine(tokens_of(0), 4)[:1], 0.1)
         with pytest.raises(ValueError, match="holds no finished checkpoint of the DeepSpeed engine"):
-            engine.load(directory / "nothing")
+            engine.load(directory / "nothing", 2)
         engine.save(directory / "refused")
     others = {
         "zero_stage 2, and this run has 1": run_of(1),
@@ -327,81 +339,97 @@ def case_refusals(directory):
     }
     for message, run in others.items():
         with engine_of(run) as engine, pytest.raises(ValueError, match=message):
-            engine.load(directory / "refused")
+            engine.load(directory / "refused", 2)
 
 
 @worlds(2)
-def case_settings_of_the_run_win_over_the_checkpoint(directory):
+@each(stage=STAGES)
+def case_settings_of_the_run_win_over_the_checkpoint(directory, stage):
     """DeepSpeed takes hyperparameters and the clipping of the checkpoint."""
-    for stage in STAGES:
-        folder = directory / f"settings {stage}"
-        with engine_of(run_of(stage)) as engine:
-            advance(engine, run_of(stage), 0, 1)
-            engine.save(folder)
-        settings = run_of(stage, alpha=-3.0).as_dict()
-        settings["training"]["clip"], settings["optimizer"]["weight_decay"] = 0.25, 0.2
-        with engine_of(parse(settings)) as engine:
-            engine.load(folder)
-            groups = engine._engine.basic_optimizer.param_groups
-            assert [(group["weight_decay"], group["alpha"]) for group in groups] == [(0.2, -3.0), (0.0, -3.0)]
-            assert engine._engine.optimizer.clip_grad == 0.25
+    folder = directory / f"settings {stage}"
+    with engine_of(run_of(stage)) as engine:
+        advance(engine, run_of(stage), 0, 1)
+        engine.save(folder)
+    settings = run_of(stage, alpha=-3.0).as_dict()
+    settings["training"]["clip"], settings["optimizer"]["weight_decay"] = 0.25, 0.2
+    with engine_of(parse(settings)) as engine:
+        engine.load(folder, 2)
+        groups = engine._engine.basic_optimizer.param_groups
+        assert [(group["weight_decay"], group["alpha"]) for group in groups] == [(0.2, -3.0), (0.0, -3.0)]
+        assert engine._engine.optimizer.clip_grad == 0.25
 
 
 # -- another number of ranks -----------------------------------------------------------------------------
 
 BEFORE, AFTER = 2, 3
-MOVED = [(stage, "fp32", "alto") for stage in STAGES]
-MOVED += [(2, "fp32", "adamw"), (3, "fp32", "lamb"), (1, "bf16", "alto"), (0, "fp32", "adam")]
-MOVED += [(stage, "fp32", "adamw") for stage in STAGES if stage != 2 and EXHAUSTIVE]
+#: Stage, precision and optimizer.
+MOVED = {
+    "stage 1": (1, "fp32", "alto"),
+    "stage 2": (2, "fp32", "alto"),
+    "stage 3": (3, "fp32", "alto"),
+    "stage 2, adamw": (2, "fp32", "adamw"),
+    "stage 3, lamb": (3, "fp32", "lamb"),
+    "stage 1, bf16": (1, "bf16", "alto"),
+    "stage 0, adam": (0, "fp32", "adam"),
+}
+MORE_MOVED = {"stage 1, adamw": (1, "fp32", "adamw"), "stage 3, adamw": (3, "fp32", "adamw")}
+LION = {"stage 1, lion": (1, "fp32", "lion")}
 
 
 @worlds(2)
-def case_save_for_another_world(directory):
-    for stage, precision, name in [*MOVED, (1, "fp32", "lion")]:
-        run = run_of(stage, precision=precision, name=name)
-        folder = directory / f"moved {stage} {precision} {name}"
+@each({**MOVED, **LION}, exhaustive=MORE_MOVED)
+def case_save_for_another_world(directory, label, setting):
+    stage, precision, name = setting
+    run = run_of(stage, precision=precision, name=name)
+    folder = directory / f"moved, {label}"
+    with engine_of(run) as engine:
+        advance(engine, run, 0, BEFORE)
+        engine.save(folder)
+        results = advance(engine, run, BEFORE, BEFORE + AFTER)
+        end = weights(engine)
+    if dist.get_rank() == 0:
+        torch.save((results, end), folder / "results.pt")
+    dist.barrier()
+
+
+@worlds(1)
+@each(MOVED, exhaustive=MORE_MOVED)
+@after("case_save_for_another_world", world=2)
+def case_another_world_goes_on(directory, label, setting):
+    stage, precision, name = setting
+    run = run_of(stage, precision=precision, name=name)
+    folder = directory / f"moved, {label}"
+    expected, end = torch.load(folder / "results.pt")
+    start = {n: p.detach() for n, p in build_model(run).named_parameters()}
+    unfinished = folder / "universal.part" / "zero" / "left by a conversion that was killed"
+    unfinished.mkdir(parents=True)
+    for _ in range(2 if stage == 2 else 1):  # the second finds the first one's conversion
         with engine_of(run) as engine:
-            advance(engine, run, 0, BEFORE)
-            engine.save(folder)
-            results = advance(engine, run, BEFORE, BEFORE + AFTER)
-            end = weights(engine)
-        if dist.get_rank() == 0:
-            torch.save((results, end), folder / "results.pt")
-        dist.barrier()
+            engine.load(folder, 2)
+            got = advance(engine, run, BEFORE, BEFORE + AFTER)
+            apart = [abs(a - b) for (a, _), (b, _) in zip(got, expected, strict=True)]
+            assert max(apart) < (1e-2 if precision == "bf16" else 1e-5), apart
+            far = gap(weights(engine), end, start)
+            assert far < (0.05 if precision == "bf16" else 1e-3), far
+    assert stage == 0 or (folder / "universal").is_dir()
 
 
 @worlds(1)
-def case_another_world_goes_on(directory):
-    gaps = {}
-    for stage, precision, name in MOVED:
-        run = run_of(stage, precision=precision, name=name)
-        folder = directory / f"moved {stage} {precision} {name}"
-        expected, end = torch.load(folder / "results.pt")
-        start = {n: p.detach() for n, p in build_model(run).named_parameters()}
-        unfinished = folder / "universal.part" / "zero" / "left by a conversion that was killed"
-        unfinished.mkdir(parents=True)
-        for _ in range(2 if stage == 2 else 1):  # the second finds the first one's conversion
-            with engine_of(run) as engine:
-                engine.load(folder)
-                got = advance(engine, run, BEFORE, BEFORE + AFTER)
-                far = [abs(a - b) for (a, _), (b, _) in zip(got, expected, strict=True)]
-                assert max(far) < (1e-2 if precision == "bf16" else 1e-5), (stage, precision, name, far)
-                gaps[stage, precision, name] = gap(weights(engine), end, start)
-        assert stage == 0 or (folder / "universal").is_dir()
-    assert all(far < (0.05 if "bf16" in key else 1e-3) for key, far in gaps.items()), gaps
+@after("case_save_for_another_world", "stage 1, lion", world=2)
+def case_lion_stays_at_its_world_size(directory):
     with engine_of(run_of(1, name="lion")) as engine, pytest.raises(ValueError, match="do not hold the states of lion"):
-        engine.load(directory / "moved 1 fp32 lion")
+        engine.load(directory / "moved, stage 1, lion", 2)
 
 
 @worlds(1)
-def case_stage_0_in_bf16_starts_with_the_models_weights():
+@each(name=("adamw", "adam", "lion", "alto"))
+def case_stage_0_in_bf16_starts_with_the_models_weights(name):
     """DeepSpeed's wrapper there steps once when it is built: no weight may be decayed by it, no state begun."""
-    for name in ("adamw", "adam", "lion", "alto"):
-        with engine_of(run_of(0, precision="bf16", name=name)) as engine:
-            assert type(engine._engine.optimizer).__name__ == "FP16_UnfusedOptimizer"
-            masters = [p for group in engine._engine.optimizer.fp32_groups for p in group]
-            start = [p for group in optimizers.build_groups(run_of(), build_model(run_of())) for p in group["params"]]
-            assert all(torch.equal(a.cpu(), b.bfloat16().float()) for a, b in zip(masters, start, strict=True)), name
-            engine.train(mine(tokens_of(0), 4), 1e-3)
-            steps = {int(state["step"]) for state in engine._engine.basic_optimizer.state.values()}
-            assert steps == {1}, (name, steps)
+    with engine_of(run_of(0, precision="bf16", name=name)) as engine:
+        assert type(engine._engine.optimizer).__name__ == "FP16_UnfusedOptimizer"
+        masters = [p for group in engine._engine.optimizer.fp32_groups for p in group]
+        start = [p for group in optimizers.build_groups(run_of(), build_model(run_of())) for p in group["params"]]
+        assert all(torch.equal(a.cpu(), b.bfloat16().float()) for a, b in zip(masters, start, strict=True)), name
+        engine.train(mine(tokens_of(0), 4), 1e-3)
+        steps = {int(state["step"]) for state in engine._engine.basic_optimizer.state.values()}
+        assert steps == {1}, (name, steps)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from alto_distributed import ALTO, LogicalParameter, Segment, ShardLayout
-from tests.helpers.launcher import EXHAUSTIVE, worlds
+from tests.helpers.cases import EXHAUSTIVE, worlds
 
 EXAMPLES = 200 if EXHAUSTIVE else 60
 MAX_RANKS = 8

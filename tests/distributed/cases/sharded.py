@@ -19,7 +19,7 @@ from alto_distributed import ALTO, E, LogicalParameter, ShardLayout, param_group
 from alto_distributed.sharding.norms import NormTable
 from alto_distributed.sharding.plan import StepPlan
 from tests.helpers import devices
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 from tests.helpers.oracle import PaperALTO
 from tests.helpers.releases import TORCH, need_torch
 
@@ -148,13 +148,12 @@ def case_fsdp2_in_float32_stays_within_rounding():
 
 
 @worlds(2, 4)
-def case_fsdp2_with_bare_parameters_and_every_layerwise_mode():
-    mesh = devices.mesh(dist.get_world_size())
-    for layerwise in ("decayed", "matrices", "all", "none"):
-        model, counts = sharded_network(mesh), []
-        train(model, ALTO(model.parameters(), layerwise=layerwise, **HYPER), sliced=True, counts=counts)
-        assert_same(model, reference_run(make=lambda m: ALTO(m.parameters(), layerwise=layerwise, **HYPER)))  # noqa: B023
-        assert counts == at_each_step(0 if layerwise == "none" else 1)
+@each(layerwise=("decayed", "matrices", "all", "none"))
+def case_fsdp2_with_bare_parameters(layerwise):
+    model, counts = sharded_network(devices.mesh(dist.get_world_size())), []
+    train(model, ALTO(model.parameters(), layerwise=layerwise, **HYPER), sliced=True, counts=counts)
+    assert_same(model, reference_run(make=lambda m: ALTO(m.parameters(), layerwise=layerwise, **HYPER)))
+    assert counts == at_each_step(0 if layerwise == "none" else 1)
 
 
 @worlds(2, 4)
@@ -226,49 +225,56 @@ def _placements(world):
 
 
 @worlds(2, 4)
-def case_every_placement():
+@each(shape=((5, 3, 7), (1, 9, 2), (4, 4, 4)))
+def case_every_placement(shape):
     """Shard on any dimension, two dimensions at once, uneven and empty, replicas; partial gradients too."""
-    for shape in ((5, 3, 7), (1, 9, 2), (4, 4, 4)):
-        for mesh, placements in _placements(dist.get_world_size()):
-            theta = randn(shape)
-            p = nn.Parameter(distribute_tensor(theta, mesh, placements))
-            optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
-            for _ in range(3):
-                g = randn(shape)
-                p.grad = distribute_tensor(g, mesh, placements)
-                optimizer.step()
-                torch.testing.assert_close(full(p), full(oracle.step(g)), msg=str((shape, placements)), **TIGHT)
+    for mesh, placements in _placements(dist.get_world_size()):
+        theta = randn(shape)
+        p = nn.Parameter(distribute_tensor(theta, mesh, placements))
+        optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
+        for _ in range(3):
+            g = randn(shape)
+            p.grad = distribute_tensor(g, mesh, placements)
+            optimizer.step()
+            torch.testing.assert_close(full(p), full(oracle.step(g)), msg=str(placements), **TIGHT)
 
 
 @worlds(2, 4)
-def case_a_gradient_that_is_still_a_partial_sum():
+@each({"replicated": Replicate(), "sharded": Shard(0)})
+def case_a_gradient_that_is_still_a_partial_sum(setting):
     world = dist.get_world_size()
-    mesh = devices.mesh(world)
     theta = randn(5, 3)
-    for placement in (Replicate(), Shard(0)):
-        p = nn.Parameter(distribute_tensor(theta, mesh, [placement]))
-        optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
-        for _ in range(3):
-            g = randn(5, 3)
-            p.grad = DTensor.from_local(g / world, mesh, [Partial()])
-            optimizer.step()
-            torch.testing.assert_close(full(p), full(oracle.step(g)), **TIGHT)
+    mesh = devices.mesh(world)
+    p = nn.Parameter(distribute_tensor(theta, mesh, [setting]))
+    optimizer, oracle = ALTO([p], **HYPER), PaperALTO(theta, **HYPER)
+    for _ in range(3):
+        g = randn(5, 3)
+        p.grad = DTensor.from_local(g / world, mesh, [Partial()])
+        optimizer.step()
+        torch.testing.assert_close(full(p), full(oracle.step(g)), **TIGHT)
+
+
+@worlds(2, 4)
+def case_a_parameter_that_is_a_partial_sum_is_refused():
+    theta, mesh = randn(5, 3), devices.mesh(dist.get_world_size())
     p = nn.Parameter(DTensor.from_local(theta, mesh, [Partial()]))
     p.grad = DTensor.from_local(theta, mesh, [Partial()])
     with pytest.raises(ValueError, match="partial sum on mesh dimension 0"):
         ALTO([p], **HYPER).step()
 
 
+BASES = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9),
+    "LAMB": lambda m: ALTO(m.parameters(), alpha=0),
+}
+
+
 @worlds(2, 4)
-def case_e_under_fsdp2():
-    mesh = devices.mesh(dist.get_world_size())
-    for base in (
-        lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9),
-        lambda m: ALTO(m.parameters(), alpha=0),
-    ):
-        model = sharded_network(mesh)
-        train(model, E(base(model)), sliced=True)
-        assert_same(model, reference_run(make=lambda m: E(base(m))))  # noqa: B023
+@each(BASES)
+def case_e_under_fsdp2(setting):
+    model = sharded_network(devices.mesh(dist.get_world_size()))
+    train(model, E(setting(model)), sliced=True)
+    assert_same(model, reference_run(make=lambda m: E(setting(m))))
 
 
 @worlds(2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from alto_distributed.pretrain import trainer as loop
 from alto_distributed.pretrain.config.settings import Run
 from alto_distributed.pretrain.data.prepare import prepare
-from tests.helpers.launcher import REPO
+from tests.helpers.cases import REPO
 
 STEPS = 7
 VOCABULARY = 512  # 257 are used: the bytes, and the end of a document

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from alto_distributed import ALTO
 from tests.helpers import devices
-from tests.helpers.launcher import EXHAUSTIVE, worlds
+from tests.helpers.cases import EXHAUSTIVE, worlds
 from tests.helpers.oracle import PaperALTO
 from tests.helpers.releases import need_torch
 

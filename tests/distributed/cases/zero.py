@@ -7,6 +7,7 @@ summation, and the master weights must be *bitwise* those of a reference that ro
 
 import contextlib
 import dataclasses
+import functools
 import re
 import warnings
 from itertools import chain
@@ -25,7 +26,7 @@ from alto_distributed.deepspeed.build import split_bare_parameters
 from alto_distributed.deepspeed.layout import LayoutBuilder
 from alto_distributed.sharding import ShardLayout
 from tests.helpers import devices
-from tests.helpers.launcher import some, worlds
+from tests.helpers.cases import each, some, worlds
 
 # Half precision runs on any CPU in torch; DeepSpeed asks for hardware support, which this is not about.
 get_accelerator().is_fp16_supported = lambda: True
@@ -76,6 +77,7 @@ def trainable(model):
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
+@functools.cache
 def reference(*, clip=1.0, accumulation=1, steps=STEPS, groups=None, schedule=None, make=Net, **params):
     """The same training in one process with the plain optimizer; it is held to the paper in tests/unit/test_paper.py.
 
@@ -215,10 +217,10 @@ def float32_gap(zero, cell):
 
 
 @worlds(1, 2, exhaustive=(4,))
-def case_float32_cells():
-    cells = some(FLOAT32_CELLS, dist.get_world_size())
-    gaps = {label: float32_gap(zero, cell) for label, (zero, cell) in cells.items()}
-    assert all(gap < 1e-6 for gap in gaps.values()), {label: gap for label, gap in gaps.items() if not gap < 1e-6}
+@some(FLOAT32_CELLS)
+def case_float32(setting):
+    gap = float32_gap(*setting)
+    assert gap < 1e-6, gap
 
 
 @worlds(4)
@@ -226,15 +228,15 @@ def case_hierarchical_partitioning():
     assert float32_gap({"stage": 3, "zero_hpz_partition_size": 2}, {}) < 1e-6
 
 
-@worlds(2, 4)
-def case_with_the_layouts_withheld_the_comparison_fails():
+@worlds(2, exhaustive=(4,))
+@each(stage=(1, 2, 3))
+def case_with_the_layouts_withheld_the_comparison_fails(stage):
     """The negative control: what DeepSpeed does with an optimizer that takes a shard for a parameter."""
-    for stage in (1, 2, 3):
-        with running(network(), config({"stage": stage})) as engine:
-            engine.basic_optimizer.set_layouts({})
-            train(engine)
-            gap = largest_gap(weights(engine), reference())
-            assert not gap < 1e-3, f"stage {stage}: {gap:.1e}"  # NaN if padding was taken for weights
+    with running(network(), config({"stage": stage})) as engine:
+        engine.basic_optimizer.set_layouts({})
+        train(engine)
+        gap = largest_gap(weights(engine), reference())
+        assert not gap < 1e-3, gap  # NaN if padding was taken for weights
 
 
 def shifted(layouts):
@@ -269,31 +271,31 @@ def ungrouped(layouts):
 
 
 @worlds(2)
-def case_a_layout_that_was_read_wrongly_is_found():
+@some(engine=("stage 1", "stage 3", "bf16, BF16_Optimizer", "bf16, stage 0"))
+def case_a_layout_that_was_read_wrongly_is_found(engine):
     """If need be on one rank only, and both raise. All sizes fit, and training would have gone on."""
     read = LayoutBuilder._read
     version = re.escape(deepspeed.__version__)
     said = rf"rank [01]: .*laid out.* differ from the model's. Read from DeepSpeed {version}"
-    labels = ("stage 1", "stage 3", "bf16, BF16_Optimizer", "bf16, stage 0")
-    for label in labels if devices.NAME == "cpu" else labels[:1]:
-        zero, precision, *_ = LOW_CELLS.get(label) or FLOAT32_CELLS[label]
-        for change in (shifted, swapped) if zero else (swapped,):
-            with pytest.MonkeyPatch.context() as patch:
-                if dist.get_rank() == 1 or change is swapped:  # one of them need not hold any of the two
-                    patch.setattr(LayoutBuilder, "_read", lambda self, change=change: change(read(self)))
-                with pytest.raises(ValueError, match=said):
-                    deepspeed.initialize(model=network(), config=config(zero, **precision))
+    zero, precision, *_ = LOW_CELLS.get(engine) or FLOAT32_CELLS[engine]
+    for change in (shifted, swapped) if zero else (swapped,):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1 or change is swapped:  # one of them need not hold any of the two
+                patch.setattr(LayoutBuilder, "_read", lambda self, change=change: change(read(self)))
+            with pytest.raises(ValueError, match=said):
+                deepspeed.initialize(model=network(), config=config(zero, **precision))
 
 
 @worlds(2)
-def case_a_process_group_that_was_not_read_is_found():
+@each(stage=(1, 3))
+def case_a_process_group_that_was_not_read_is_found(stage):
     """The pieces do not add up to whole parameters."""
     read = LayoutBuilder._read
-    for zero in ({"stage": 1}, {"stage": 3}):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LayoutBuilder, "_read", lambda self: ungrouped(read(self)))
-            with running(network(), config(zero)) as engine, pytest.raises(ValueError, match="A piece is missing"):
-                train(engine, steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayoutBuilder, "_read", lambda self: ungrouped(read(self)))
+        refused = pytest.raises(ValueError, match="A piece is missing")
+        with running(network(), config({"stage": stage})) as engine, refused:
+            train(engine, steps=1)
 
 
 @worlds(2, 4)
@@ -318,29 +320,40 @@ def case_padding_may_hold_anything():
         assert gap < 1e-6, gap
 
 
-@worlds(2, 4)
-def case_one_collective_a_step():
+@worlds(2, exhaustive=(4,))
+@each(stage=(1, 2, 3))
+def case_one_collective_a_group_and_step(stage):
     """Stages 1 and 2 step group by group, stage 3 sub-group by sub-group: one small all-reduce in each."""
     from alto_distributed.sharding import norms
 
-    for stage, calls in ((1, 2), (2, 2), (3, 2)):
-        with running(network(), config({"stage": stage})) as engine:
+    with running(network(), config({"stage": stage})) as engine:
+        train(engine, steps=1)
+        counted, original = [], norms._all_reduce
+        norms._all_reduce = lambda *a: counted.append(1) or original(*a)
+        try:
             train(engine, steps=1)
-            counted, original = [], norms._all_reduce
-            norms._all_reduce = lambda *a: counted.append(1) or original(*a)  # noqa: B023
-            try:
-                train(engine, steps=1)
-            finally:
-                norms._all_reduce = original
-            assert len(counted) == calls, (stage, counted)
+        finally:
+            norms._all_reduce = original
+        assert len(counted) == 2, counted
 
 
 # -- low precision -------------------------------------------------------------------------------------
 
 
-def rounded_reference(dtype, *, accumulation=1, accumulate_in=None, communicate_in=None, scale=1.0, steps=STEPS):
+def rounded_reference(dtype, **options):
     """Master weights in float32 (they start rounded), forward and backward on their rounded copy, gradients
-    summed as the engine does."""
+    summed as the engine does.
+
+    Stage 3 puts a function of its own in the place of F.linear, which rounds otherwise.
+    """
+    return _rounded_reference(nn.functional.linear, dtype, **options)
+
+
+@functools.cache
+def _rounded_reference(
+    linear, dtype, *, accumulation=1, accumulate_in=None, communicate_in=None, scale=1.0, steps=STEPS
+):
+    del linear  # for the cache: the model uses it
     master, model = network().to(dtype).float(), network().to(dtype)
     optimizer = ALTO(split_bare_parameters(list(master.parameters())), **PARAMS)
     pairs = list(zip(trainable(master).values(), trainable(model).values(), strict=True))
@@ -410,9 +423,9 @@ def low_precision_gap(zero, precision, cell):
 
 
 @worlds(1, 2, 4)
-def case_low_precision_cells_are_bitwise_right():
-    gaps = {label: low_precision_gap(*cell) for label, cell in some(LOW_CELLS, dist.get_world_size()).items()}
-    assert not any(gaps.values()), {label: gap for label, gap in gaps.items() if gap}
+@some(LOW_CELLS)
+def case_low_precision_is_bitwise_right(setting):
+    assert low_precision_gap(*setting) == 0
 
 
 def same_bits(a, b):
@@ -421,55 +434,62 @@ def same_bits(a, b):
 
 
 @worlds(2)
-def case_skipped_steps_change_nothing():
+@each(stage=(1, 2, 3))
+def case_skipped_steps_change_nothing(stage):
     """A dynamic loss scale that starts too high: steps are skipped, and then not even k has moved."""
-    for stage in (1, 2, 3):
-        fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
-        with running(network(), config({"stage": stage}, fp16=fp16)) as engine:
-            optimizer = engine.basic_optimizer
-            skipped = taken = 0
-            for x, y in (pair for step in batches() for pair in step):
-                before = [t.clone() for s in optimizer.state.values() for t in s.values()]
-                shards = [t.detach().clone() for t in optimizer.state]
-                skips = engine.skipped_steps
-                engine.backward(loss_of(engine(x), y))
-                engine.step()
-                after = [t for s in optimizer.state.values() for t in s.values()]
-                if engine.skipped_steps > skips:
-                    skipped += 1
-                    assert all(map(same_bits, before, after))
-                    assert all(map(same_bits, shards, optimizer.state))
-                else:
-                    taken += 1
-            assert skipped, "the scale never was too high"
-            assert taken, "no step was taken"
-            assert {int(s["step"]) for s in optimizer.state.values()} == {taken}
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    with running(network(), config({"stage": stage}, fp16=fp16)) as engine:
+        optimizer = engine.basic_optimizer
+        skipped = taken = 0
+        for x, y in (pair for step in batches() for pair in step):
+            before = [t.clone() for s in optimizer.state.values() for t in s.values()]
+            shards = [t.detach().clone() for t in optimizer.state]
+            skips = engine.skipped_steps
+            engine.backward(loss_of(engine(x), y))
+            engine.step()
+            after = [t for s in optimizer.state.values() for t in s.values()]
+            if engine.skipped_steps > skips:
+                skipped += 1
+                assert all(map(same_bits, before, after))
+                assert all(map(same_bits, shards, optimizer.state))
+            else:
+                taken += 1
+        assert skipped, "the scale never was too high"
+        assert taken, "no step was taken"
+        assert {int(s["step"]) for s in optimizer.state.values()} == {taken}
 
 
 # -- ways in -------------------------------------------------------------------------------------------
 
 
 @worlds(2)
-def case_names_in_any_case_and_the_other_two_optimizers():
-    plain = reference()
-    for name in ("alto", "Alto", "ALTO"):
-        with running(network(), config({"stage": 2}, name=name)) as engine:
-            train(engine)
-            assert largest_gap(weights(engine), plain) < 1e-6
-    for stage in (0, 1, 2, 3):
-        zero = {"stage": stage} if stage else None
-        with running(network(), config(zero, name="EAdamW")) as engine:
-            train(engine)
-            expected = reference(layerwise="none")
-            assert largest_gap(weights(engine), expected) < 1e-6
-        with running(network(), config(zero, params={**PARAMS, "alpha": 0})) as engine:  # LAMB under ZeRO
-            train(engine)
-            assert not any("grad_ema" in s for s in engine.basic_optimizer.state.values())
-            assert largest_gap(weights(engine), reference(alpha=0)) < 1e-6
+@some(name=("alto", "Alto", "ALTO"))
+def case_a_name_in_any_case(name):
+    with running(network(), config({"stage": 2}, name=name)) as engine:
+        train(engine)
+        assert largest_gap(weights(engine), reference()) < 1e-6
 
 
 @worlds(2)
-def case_esgd():
+@some(stage=(0, 1, 2, 3))
+def case_eadamw(stage):
+    with running(network(), config({"stage": stage} if stage else None, name="EAdamW")) as engine:
+        train(engine)
+        assert largest_gap(weights(engine), reference(layerwise="none")) < 1e-6
+
+
+@worlds(2)
+@some(stage=(0, 1, 2, 3))
+def case_lamb(stage):
+    with running(network(), config({"stage": stage} if stage else None, params={**PARAMS, "alpha": 0})) as engine:
+        train(engine)
+        assert not any("grad_ema" in s for s in engine.basic_optimizer.state.values())
+        assert largest_gap(weights(engine), reference(alpha=0)) < 1e-6
+
+
+@worlds(2)
+@some(stage=(0, 1, 2, 3))
+def case_esgd(stage):
     params = {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}
     model = network()
     optimizer = alto_distributed.deepspeed.ESGD(trainable(model).values(), **params)
@@ -479,30 +499,32 @@ def case_esgd():
             loss_of(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    for stage in (0, 1, 2, 3):
-        with running(network(), config({"stage": stage} if stage else None, name="ESGD", params=params)) as engine:
-            train(engine)
-            gap = largest_gap(weights(engine), model)
-            assert gap < 1e-6, (stage, gap)
+    with running(network(), config({"stage": stage} if stage else None, name="ESGD", params=params)) as engine:
+        train(engine)
+        gap = largest_gap(weights(engine), model)
+        assert gap < 1e-6, gap
+
+
+CLIENTS = {
+    "stage 1": {"stage": 1},
+    "stage 2, offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "stage 3": {"stage": 3},
+}
 
 
 @worlds(2)
-def case_client_built_optimizers_get_the_same_treatment():
-    plain = reference()
-    options = {**PARAMS, "betas": tuple(PARAMS["betas"])}
-    for zero in ({"stage": 1}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}):
-        ds_config = config(zero)
-        del ds_config["optimizer"]
-        model = network()
-        instance = ALTO(split_bare_parameters(list(model.parameters())), **options)
-        with running(model, ds_config, optimizer=instance) as engine:
-            train(engine)
-            assert largest_gap(weights(engine), plain) < 1e-6
-        with running(
-            network(), ds_config, optimizer=lambda ps: ALTO(split_bare_parameters(list(ps)), **options)
-        ) as engine:
-            train(engine)
-            assert largest_gap(weights(engine), plain) < 1e-6
+@some(CLIENTS, given=("instance", "callable"))
+def case_client_built_optimizers_get_the_same_treatment(setting, given):
+    model, ds_config = network(), config(setting)
+    del ds_config["optimizer"]
+
+    def build(params):
+        return ALTO(split_bare_parameters(list(params)), **{**PARAMS, "betas": tuple(PARAMS["betas"])})
+
+    optimizer = build(model.parameters()) if given == "instance" else build
+    with running(model, ds_config, optimizer=optimizer) as engine:
+        train(engine)
+        assert largest_gap(weights(engine), reference()) < 1e-6
 
 
 def two_groups(model):
@@ -512,15 +534,15 @@ def two_groups(model):
     return [{"params": fast, "lr": 0.1, "alpha": 2.0, "layerwise": "all"}, {"params": slow, "weight_decay": 0.3}]
 
 
-@worlds(2, 4)
-def case_parameter_groups_are_kept_as_they_are():
-    for stage in (0, 1, 2, 3):
-        model = network()
-        with running(model, config({"stage": stage} if stage else None), model_parameters=two_groups(model)) as engine:
-            assert [g["alpha"] for g in engine.basic_optimizer.param_groups] == [2.0, -5.0]
-            train(engine)
-            gap = largest_gap(weights(engine), reference(groups=two_groups))
-            assert gap < 1e-6, (stage, gap)
+@worlds(2, exhaustive=(4,))
+@each(stage=(0, 1, 2, 3))
+def case_parameter_groups_are_kept_as_they_are(stage):
+    model = network()
+    with running(model, config({"stage": stage} if stage else None), model_parameters=two_groups(model)) as engine:
+        assert [g["alpha"] for g in engine.basic_optimizer.param_groups] == [2.0, -5.0]
+        train(engine)
+        gap = largest_gap(weights(engine), reference(groups=two_groups))
+        assert gap < 1e-6, gap
 
 
 def born_sharded():
@@ -535,68 +557,80 @@ def born_sharded():
     return model, whole
 
 
+#: How ALTO reaches DeepSpeed: what is left of the config, and arguments for deepspeed.initialize.
+DOORS = {
+    "JSON": lambda model: {},
+    "groups": lambda model: {"model_parameters": param_groups(model)},
+    "client": lambda model: {"optimizer": ALTO(param_groups(model), **PARAMS)},
+    "callable": lambda model: {"optimizer": lambda _: ALTO(param_groups(model), **PARAMS)},
+}
+
+
 @worlds(2)
-def case_zero_init():
+@each(DOORS)
+def case_zero_init(setting):
     """Parameters born sharded hide their shape; the split into decayed and undecayed must not be fooled.
 
     ``param_groups`` once was: all parameters went undecayed and without the ratio.
     """
-    without = config({"stage": 3})
-    del without["optimizer"]
-    doors = {
-        "JSON": lambda model: (config({"stage": 3}), {}),
-        "groups": lambda model: (config({"stage": 3}), {"model_parameters": param_groups(model)}),
-        "client": lambda model: (without, {"optimizer": ALTO(param_groups(model), **PARAMS)}),
-        "callable": lambda model: (without, {"optimizer": lambda _: ALTO(param_groups(model), **PARAMS)}),
-    }
-    for door, arguments in doors.items():
-        model, expected = born_sharded()
-        ds_config, options = arguments(model)
-        with running(model, ds_config, **options) as engine:
-            decays = [g["weight_decay"] for g in engine.basic_optimizer.param_groups]
-            assert decays == [0.01, 0.0], (door, decays)
-            train(engine)
-            gap = largest_gap(weights(engine), reference(make=lambda whole=expected: whole))
-            assert gap < 1e-6, (door, gap)
+    model, expected = born_sharded()
+    options, ds_config = setting(model), config({"stage": 3})
+    if "optimizer" in options:
+        del ds_config["optimizer"]
+    with running(model, ds_config, **options) as engine:
+        decays = [g["weight_decay"] for g in engine.basic_optimizer.param_groups]
+        assert decays == [0.01, 0.0], decays
+        train(engine)
+        gap = largest_gap(weights(engine), reference(make=lambda: expected))
+        assert gap < 1e-6, gap
+
+
+SCHEDULERS = {
+    "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 5, "warmup_type": "linear"},
+    "WarmupDecayLR": {"total_num_steps": 12, "warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 4},
+    "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1},
+}
 
 
 @worlds(2)
-def case_schedulers_from_the_json():
-    schedulers = {
-        "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 5, "warmup_type": "linear"},
-        "WarmupDecayLR": {"total_num_steps": 12, "warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 4},
-        "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1},
-    }
-    for name, params in schedulers.items():
-        for stage in (1, 3):
-            rates = []
-            ds_config = config({"stage": stage}, scheduler={"type": name, "params": params})
-            with running(network(), ds_config) as engine:
-                for x, y in (pair for step in batches() for pair in step):
-                    rates.append(engine.get_lr()[0])
-                    rank = dist.get_rank()
-                    engine.backward(loss_of(engine(x.chunk(2)[rank]), y.chunk(2)[rank]))
-                    engine.step()
-                assert len(set(rates)) > 3, rates
-                gap = largest_gap(weights(engine), reference(schedule=lambda k: rates[k]))  # noqa: B023
-                assert gap < 1e-6, (name, stage, gap)
+@some(name=SCHEDULERS, stage=(1, 3))
+def case_schedulers_from_the_json(name, stage):
+    rank, rates = dist.get_rank(), []
+    ds_config = config({"stage": stage}, scheduler={"type": name, "params": SCHEDULERS[name]})
+    with running(network(), ds_config) as engine:
+        for x, y in (pair for step in batches() for pair in step):
+            rates.append(engine.get_lr()[0])
+            engine.backward(loss_of(engine(x.chunk(2)[rank]), y.chunk(2)[rank]))
+            engine.step()
+        assert len(set(rates)) > 3, rates
+        gap = largest_gap(weights(engine), reference(schedule=rates.__getitem__))
+        assert gap < 1e-6, gap
+
+
+READ = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 3, small sub-groups": {"stage": 3, "sub_group_size": 40},
+}
 
 
 @worlds(2)
-def case_every_state_of_every_group_can_be_read():
-    for zero in ({"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "sub_group_size": 40}):
-        with running(network(), config(zero)) as engine:
-            train(engine, steps=1)
-            for name, p in trainable(engine.module).items():
-                for key in ALTO.state_keys:
-                    state = safe_get_full_optimizer_state(p, key)
-                    assert state is not None, (zero, name, key)
-                    if name != "unused":
-                        assert state.abs().sum() > 0, (zero, name, key)
+@each(READ)
+def case_every_state_of_every_group_can_be_read(setting):
+    with running(network(), config(setting)) as engine:
+        train(engine, steps=1)
+        for name, p in trainable(engine.module).items():
+            for key in ALTO.state_keys:
+                state = safe_get_full_optimizer_state(p, key)
+                assert state is not None, (name, key)
+                if name != "unused":
+                    assert state.abs().sum() > 0, (name, key)
 
 
 @worlds(2)
-def case_diagnostics_are_those_of_whole_parameters_and_reach_the_monitor(directory):
+@each(stage=(0, 1, 2, 3))
+def case_diagnostics_are_those_of_whole_parameters_and_reach_the_monitor(stage, directory):
     """Names as in the module, values as without sharding, a summary in DeepSpeed's CSV monitor."""
     model = network()
     plain = ALTO(split_bare_parameters(list(model.parameters())), diagnostics_every=2, **PARAMS)
@@ -610,41 +644,40 @@ def case_diagnostics_are_those_of_whole_parameters_and_reach_the_monitor(directo
         plain.step()
     names = [n for decayed in (True, False) for n, p in trainable(model).items() if (p.ndim >= 2) == decayed]
     expected = dict(zip(names, plain.diagnostics().values(), strict=True))
-    for stage in (0, 1, 2, 3):
-        csv = {"enabled": True, "output_path": str(directory), "job_name": f"stage{stage}"}
-        zero = {"stage": stage} if stage else None
-        ds_config = config(zero, params={**PARAMS, "diagnostics_every": 2}, csv_monitor=csv)
-        with running(network(), ds_config) as engine:
-            train(engine, steps=2)
-            readings = engine.basic_optimizer.diagnostics()
-            assert readings.keys() == expected.keys(), readings.keys()
-            for name, reading in readings.items():
-                assert tuple(reading) == pytest.approx(tuple(expected[name]), rel=1e-4, abs=1e-6), (stage, name)
-        if dist.get_rank() == 0:
-            written = {p.name for p in (directory / f"stage{stage}").iterdir()}
-            assert "Train_ALTO_trust_ratio_median.csv" in written, written
+    csv = {"enabled": True, "output_path": str(directory), "job_name": f"stage{stage}"}
+    zero = {"stage": stage} if stage else None
+    ds_config = config(zero, params={**PARAMS, "diagnostics_every": 2}, csv_monitor=csv)
+    with running(network(), ds_config) as engine:
+        train(engine, steps=2)
+        readings = engine.basic_optimizer.diagnostics()
+        assert readings.keys() == expected.keys(), readings.keys()
+        for name, reading in readings.items():
+            assert tuple(reading) == pytest.approx(tuple(expected[name]), rel=1e-4, abs=1e-6), name
+    if dist.get_rank() == 0:
+        written = {p.name for p in (directory / f"stage{stage}").iterdir()}
+        assert "Train_ALTO_trust_ratio_median.csv" in written, written
 
 
 # -- the bugs that DeepSpeed's own Muon had -----------------------------------------------------------------
 
 
 @worlds(2, 4)
-def case_muon_7807_parameters_that_cross_partitions():
+@each(stage=(1, 2))
+def case_muon_7807_parameters_that_cross_partitions(stage):
     """Muon orthogonalised the piece of a matrix that lay on a rank. The ratio must be of the whole matrix."""
-    for stage in (1, 2):
-        with running(network(), config({"stage": stage})) as engine:
-            assert_straddles(engine)
-            train(engine)
-            assert largest_gap(weights(engine), reference()) < 1e-6
+    with running(network(), config({"stage": stage})) as engine:
+        assert_straddles(engine)
+        train(engine)
+        assert largest_gap(weights(engine), reference()) < 1e-6
 
 
 @worlds(2)
-def case_muon_8443_state_advances_once_a_step_not_once_a_micro_batch():
-    for stage in (0, 1, 2, 3):
-        with running(network(), config({"stage": stage} if stage else None, accumulation=4)) as engine:
-            train(engine, steps=3, accumulation=4)
-            assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {3}
-            assert largest_gap(weights(engine), reference(steps=3, accumulation=4)) < 1e-6
+@some(stage=(0, 1, 2, 3))
+def case_muon_8443_state_advances_once_a_step_not_once_a_micro_batch(stage):
+    with running(network(), config({"stage": stage} if stage else None, accumulation=4)) as engine:
+        train(engine, steps=3, accumulation=4)
+        assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {3}
+        assert largest_gap(weights(engine), reference(steps=3, accumulation=4)) < 1e-6
 
 
 @worlds(2)
@@ -663,80 +696,95 @@ def case_muon_8438_shapes_hidden_by_zero_init():
 
 
 @worlds(2)
-def case_muon_8442_stage_0_runs_the_chosen_optimizer():
+@each({"fp32": {}, "bf16": BF16})
+def case_muon_8442_stage_0_runs_the_chosen_optimizer(setting):
     """Muon at stage 0 silently ran plain SGD."""
-    for precision in ({}, BF16):
-        with running(network(), config(**precision)) as engine:
-            train(engine, steps=2)
-            assert type(engine.basic_optimizer) is ALTO
-            assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {2}
-            assert all(s["grad_ema"].any() for p, s in engine.basic_optimizer.state.items() if p.shape != (3, 3))
+    with running(network(), config(**setting)) as engine:
+        train(engine, steps=2)
+        assert type(engine.basic_optimizer) is ALTO
+        assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {2}
+        assert all(s["grad_ema"].any() for p, s in engine.basic_optimizer.state.items() if p.shape != (3, 3))
 
 
 # -- refusals ------------------------------------------------------------------------------------------
 
 ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4, "update_interval": 4}
-REFUSED = [
-    ({"params": {**PARAMS, "alpha": -100}}, r"alpha=-100 is out of range"),
-    ({"params": {**PARAMS, "betas": [0.9, 0.99]}}, r"betas=\[0.9, 0.99\] must be three numbers"),
-    ({"params": {**PARAMS, "lr": "1e-2"}}, r"lr='1e-2' must be a finite number"),
-    ({"params": {**PARAMS, "weight_deacy": 0}}, r"'weight_deacy' is not a hyperparameter of ALTO; did you mean"),
-    ({"params": {**PARAMS, "max_grad_norm": 1.0}}, r'set "gradient_clipping"'),
-    ({"name": "EAdamW", "params": {"layerwise": "all"}}, r"EAdamW is ALTO with layerwise"),
-    ({"name": "ESGD", "params": {"momentun": 0.9}}, r"'momentun' is not a hyperparameter.*did you mean 'momentum'"),
-    ({"fp16": {"enabled": True}}, r"fp16 at ZeRO stage 0 does not scale the loss.*stage\": 1"),
-    (
+REFUSED = {
+    "alpha out of range": ({"params": {**PARAMS, "alpha": -100}}, r"alpha=-100 is out of range"),
+    "one beta": ({"params": {**PARAMS, "betas": [0.99]}}, r"betas=\[0.99\] must be three numbers"),
+    "lr as text": ({"params": {**PARAMS, "lr": "1e-2"}}, r"lr='1e-2' must be a finite number"),
+    "a name with a typo": (
+        {"params": {**PARAMS, "weight_deacy": 0}}, r"'weight_deacy' is not a hyperparameter of ALTO; did you mean",
+    ),
+    "max_grad_norm": ({"params": {**PARAMS, "max_grad_norm": 1.0}}, r'set "gradient_clipping"'),
+    "EAdamW with layerwise": ({"name": "EAdamW", "params": {"layerwise": "all"}}, r"EAdamW is ALTO with layerwise"),
+    "ESGD with a typo": (
+        {"name": "ESGD", "params": {"momentun": 0.9}}, r"'momentun' is not a hyperparameter.*did you mean 'momentum'",
+    ),
+    "fp16 at stage 0": ({"fp16": {"enabled": True}}, r"fp16 at ZeRO stage 0 does not scale the loss.*stage\": 1"),
+    "offload ratio": (
         {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         r'offload with "ratio" below 1 needs DeepSpeedCPUAdam',
     ),
-    (
+    "optimizer to NVMe": (
         {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
         r'offload_optimizer to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"',
     ),
-    (
+    "parameters to NVMe": (
         {"zero": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
         r'offload_param to NVMe has not been tested.*use "device": "cpu"',
     ),
-    (
+    "zenflow": (
         {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": ZENFLOW}},
         r"zenflow steps its own CPU Adam",
     ),
-    (
+    "SuperOffload": (
         {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
         r'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false',
     ),
-    (
+    "float16 autocast": (
         {"zero": {"stage": 1}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
         r'torch_autocast with float16 skips steps on each rank by itself.*use "dtype": "bfloat16"',
     ),
-    (
+    "low-precision master weights": (
         {"zero": {"stage": 2}, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         r"master weights must be float32; remove fp16/bf16_master_weights_and_grads",
     ),
-    ({"zero": {"stage": 2}, "compile": {"deepcompile": True}}, r"DeepCompile has not been tested"),
-]  # fmt: skip
+    "DeepCompile": ({"zero": {"stage": 2}, "compile": {"deepcompile": True}}, r"DeepCompile has not been tested"),
+}  # fmt: skip
 
 
 @worlds(2)
-def case_what_cannot_be_done_right_is_refused():
+@some(REFUSED)
+def case_what_cannot_be_done_right_is_refused(setting):
     """On every rank, before training."""
-    for options, message in REFUSED:
-        with pytest.raises(ValueError, match=message):
-            deepspeed.initialize(model=network(), config=config(**options))
-    ds_config = config({"stage": 3})
+    options, message = setting
+    with pytest.raises(ValueError, match=message):
+        deepspeed.initialize(model=network(), config=config(**options))
+
+
+@worlds(2)
+def case_a_parameter_without_elements_is_refused():
     model = network()
     model.empty = nn.Parameter(torch.empty(0, 3))
     with pytest.raises(ValueError, match="without elements .* breaks ZeRO stage 3"):
-        deepspeed.initialize(model=model, config=ds_config)
+        deepspeed.initialize(model=model, config=config({"stage": 3}))
+
+
+OTHERS = {"AdamW": {"lr": 1e-3, "torch_adam": True}, "SGD": {"lr": 0.1}, "RMSprop": {"lr": 1e-3}}
 
 
 @worlds(2)
-def case_other_optimizers_are_left_alone():
-    for name, params in (("AdamW", {"lr": 1e-3, "torch_adam": True}), ("SGD", {"lr": 0.1}), ("RMSprop", {"lr": 1e-3})):
-        with running(network(), config(name=name, params=params)) as engine:
-            train(engine, steps=2)
-            assert type(engine.basic_optimizer).__name__ == name
-    with running(network(), config({"stage": 1}, name="AdamW", params={"lr": 1e-3, "torch_adam": True})) as engine:
+@each(name=OTHERS)
+def case_other_optimizers_are_left_alone(name):
+    with running(network(), config(name=name, params=OTHERS[name])) as engine:
+        train(engine, steps=2)
+        assert type(engine.basic_optimizer).__name__ == name
+
+
+@worlds(2)
+def case_what_deepspeed_says_of_other_optimizers():
+    with running(network(), config({"stage": 1}, name="AdamW", params=OTHERS["AdamW"])) as engine:
         train(engine, steps=2)
     with pytest.raises(AssertionError, match="untested ZeRO Optimizer"):
         deepspeed.initialize(model=network(), config=config({"stage": 1}, name="SGD", params={"lr": 0.1}))

@@ -18,7 +18,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from alto_distributed import ALTO
 from alto_distributed.deepspeed import universal
 from alto_distributed.deepspeed.universal import convert
-from tests.helpers.launcher import some, worlds
+from tests.helpers.cases import after, each, worlds
 
 from . import damage
 from .zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
@@ -27,14 +27,16 @@ BEFORE, AFTER = 3, 3
 ADAM = {"name": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 BF16 = {"bf16": {"enabled": True}}
 SMALL = {"params": {**PARAMS, "grad_ema_dtype": "bfloat16"}}
-# Stage 3 comes first: from its first engine on, DeepSpeed replaces F.linear in the whole process by one that rounds
-# otherwise, and what is compared should all have been computed by the same one.
-UNIVERSAL_CELLS = {
+#: What four ranks save and load in everyday runs.
+FEW_CELLS = {
     "stage 3": ({"stage": 3, "sub_group_size": 40}, {}),  # several sub-groups in a group
+    "stage 1, small grad_ema": ({"stage": 1}, SMALL),
+}
+UNIVERSAL_CELLS = {
+    **FEW_CELLS,
     "stage 3, bf16": ({"stage": 3}, BF16),
     "stage 1": ({"stage": 1}, {}),
     "stage 2": ({"stage": 2}, {}),
-    "stage 1, small grad_ema": ({"stage": 1}, SMALL),
     "stage 3, small grad_ema": ({"stage": 3}, {**SMALL, **BF16}),
     "BF16_Optimizer": ({"stage": 1}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
 }
@@ -48,12 +50,6 @@ CELLS = {
     "stage 3, optimizer offload": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, {}),
     "stage 1, round_robin": ({"stage": 1, "round_robin_gradients": True}, {}),
 }
-
-
-def universal_cells():
-    """Those that every world saves; fewer at four ranks, but in exhaustive runs."""
-    world = dist.get_world_size()
-    return UNIVERSAL_CELLS if world == 2 else some(UNIVERSAL_CELLS, world)  # on any device: other cases load them
 
 
 ELASTIC = ({"stage": 1, "elastic_checkpoint": True}, {})
@@ -162,179 +158,232 @@ def place(directory, label, world=None):
 # -- cases ---------------------------------------------------------------------------------------------
 
 
-@worlds(2, 4)
-def case_save(directory):
+def train_and_save(directory, label):
     """Train, save, train on; beside the checkpoint, pictures of when it was saved and of the end."""
-    for label, cell in (CELLS if dist.get_world_size() == 2 else universal_cells()).items():
-        folder = place(directory, label)
-        with engine_for(cell) as engine:
-            advance(engine, 0, BEFORE)
-            engine.save_checkpoint(folder, tag="saved")
-            at_save = picture(engine)
-            assert at_save["steps"].tolist() == [BEFORE], at_save["steps"]
-            kept_in = {s["grad_ema"].dtype for s in engine.basic_optimizer.state.values() if "grad_ema" in s}
-            assert kept_in == {torch.bfloat16 if "small" in label else torch.float32}, (label, kept_in)
-            saved_hyper = hyperparameters(engine)
-            advance(engine, BEFORE, BEFORE + AFTER)
-            at_end = picture(engine)
-        if dist.get_rank() == 0:
-            torch.save((at_save, at_end, saved_hyper), folder / "pictures.pt")
-        dist.barrier()
+    folder = place(directory, label)
+    with engine_for(CELLS[label]) as engine:
+        advance(engine, 0, BEFORE)
+        engine.save_checkpoint(folder, tag="saved")
+        at_save = picture(engine)
+        assert at_save["steps"].tolist() == [BEFORE], at_save["steps"]
+        kept_in = {s["grad_ema"].dtype for s in engine.basic_optimizer.state.values() if "grad_ema" in s}
+        assert kept_in == {torch.bfloat16 if "small" in label else torch.float32}, kept_in
+        saved_hyper = hyperparameters(engine)
+        advance(engine, BEFORE, BEFORE + AFTER)
+        at_end = picture(engine)
+    if dist.get_rank() == 0:
+        torch.save((at_save, at_end, saved_hyper), folder / "pictures.pt")
+    dist.barrier()
 
 
 @worlds(2)
-def case_same_world_size_goes_on_bit_for_bit(directory):
-    for label, cell in CELLS.items():
-        folder = place(directory, label)
-        at_save, at_end, saved_hyper = torch.load(folder / "pictures.pt")
-        with engine_for(cell, lambda m: three_groups(m, lr=0.7, eps=1e-3), other_network()) as engine:
-            engine.load_checkpoint(folder)
-            assert_same(f"{label}, loaded", picture(engine), at_save)
-            assert hyperparameters(engine) == saved_hyper, (label, hyperparameters(engine), saved_hyper)
-            advance(engine, BEFORE, BEFORE + AFTER)
-            assert_same(f"{label}, continued", picture(engine), at_end)
+@each(CELLS)
+def case_save(directory, label):
+    train_and_save(directory, label)
+
+
+@worlds(4)
+@each(FEW_CELLS, exhaustive=UNIVERSAL_CELLS)
+def case_save_on_four_ranks(directory, label):
+    train_and_save(directory, label)
 
 
 @worlds(2)
-def case_loading_again_into_an_engine_that_has_stepped(directory):
-    for label in ("stage 1", "BF16_Optimizer"):
-        folder = place(directory, label)
-        at_save, at_end, _ = torch.load(folder / "pictures.pt")
-        with engine_for(CELLS[label]) as engine:
-            advance(engine, 0, 2)
-            engine.load_checkpoint(folder)
-            assert_same(label, picture(engine), at_save)
-            advance(engine, BEFORE, BEFORE + AFTER)
-            assert_same(label, picture(engine), at_end)
-
-
-@worlds(2, 4)
-def case_conversion_carries_every_state(directory):
-    for label in universal_cells():
-        folder = place(directory, label)
-        on_rank_0(convert, folder / "saved", folder / "universal")
-        at_save, _, _ = torch.load(folder / "pictures.pt")
-        for key, value in at_save.items():
-            name, _, state = key.rpartition(" ")
-            if state in ALTO.state_keys or state == "master":
-                path = folder / "universal" / "zero" / name / f"{'fp32' if state == 'master' else state}.pt"
-                converted = torch.load(path)
-                converted = converted["param"] if isinstance(converted, dict) else converted
-                assert torch.equal(converted.view(-1), value.view(-1)), (label, key)
-        assert not (folder / "universal" / "grad_ema_tmp").exists()
+@each(CELLS)
+@after("case_save")
+def case_same_world_size_goes_on_bit_for_bit(directory, label, setting):
+    folder = place(directory, label)
+    at_save, at_end, saved_hyper = torch.load(folder / "pictures.pt")
+    with engine_for(setting, lambda m: three_groups(m, lr=0.7, eps=1e-3), other_network()) as engine:
+        engine.load_checkpoint(folder)
+        assert_same("loaded", picture(engine), at_save)
+        assert hyperparameters(engine) == saved_hyper, (hyperparameters(engine), saved_hyper)
+        advance(engine, BEFORE, BEFORE + AFTER)
+        assert_same("continued", picture(engine), at_end)
 
 
 @worlds(2)
-def case_zero_to_fp32(directory):
-    for label in UNIVERSAL_CELLS:
-        at_save, _, _ = torch.load(place(directory, label) / "pictures.pt")
-        whole = get_fp32_state_dict_from_zero_checkpoint(str(place(directory, label)), tag="saved")
-        for key, value in at_save.items():
-            name, _, state = key.rpartition(" ")
-            if state == "master":
-                assert torch.equal(whole[name], value), (label, name)
+@each(cell=("stage 1", "BF16_Optimizer"))
+@after("case_save")
+def case_loading_again_into_an_engine_that_has_stepped(directory, cell):
+    folder = place(directory, cell)
+    at_save, at_end, _ = torch.load(folder / "pictures.pt")
+    with engine_for(CELLS[cell]) as engine:
+        advance(engine, 0, 2)
+        engine.load_checkpoint(folder)
+        assert_same("loaded", picture(engine), at_save)
+        advance(engine, BEFORE, BEFORE + AFTER)
+        assert_same("continued", picture(engine), at_end)
+
+
+def check_conversion(folder):
+    """What the converter makes of a checkpoint has every state that was saved."""
+    on_rank_0(convert, folder / "saved", folder / "universal")
+    at_save, _, _ = torch.load(folder / "pictures.pt")
+    for key, value in at_save.items():
+        name, _, state = key.rpartition(" ")
+        if state in ALTO.state_keys or state == "master":
+            path = folder / "universal" / "zero" / name / f"{'fp32' if state == 'master' else state}.pt"
+            converted = torch.load(path)
+            converted = converted["param"] if isinstance(converted, dict) else converted
+            assert torch.equal(converted.view(-1), value.view(-1)), key
+    assert not (folder / "universal" / "grad_ema_tmp").exists()
 
 
 @worlds(2)
-def case_what_lacks_the_third_state_is_refused(directory):
+@each(UNIVERSAL_CELLS)
+@after("case_save")
+def case_conversion_carries_every_state(directory, label):
+    check_conversion(place(directory, label))
+
+
+@worlds(4)
+@each(FEW_CELLS, exhaustive=UNIVERSAL_CELLS)
+@after("case_save_on_four_ranks")
+def case_conversion_on_four_ranks(directory, label):
+    check_conversion(place(directory, label))
+
+
+@worlds(2)
+@each(UNIVERSAL_CELLS)
+@after("case_save")
+def case_zero_to_fp32(directory, label):
+    at_save, _, _ = torch.load(place(directory, label) / "pictures.pt")
+    whole = get_fp32_state_dict_from_zero_checkpoint(str(place(directory, label)), tag="saved")
+    for key, value in at_save.items():
+        name, _, state = key.rpartition(" ")
+        if state == "master":
+            assert torch.equal(whole[name], value), name
+
+
+@worlds(2)
+@each(cell=("stage 1", "stage 2", "stage 3", "BF16_Optimizer"))
+@after("case_save")
+def case_what_lacks_the_third_state_is_refused(directory, cell):
     """The stock converter drops grad_ema: loading what it wrote names the state, and says what to do."""
-    for label in ("stage 1", "stage 2", "stage 3", "BF16_Optimizer"):
-        folder = place(directory, label)
-        on_rank_0(stock_converter, folder / "saved", folder / "stock")
-        with engine_for(UNIVERSAL_CELLS[label], checkpoint={"load_universal": True}) as engine:
-            before = weights(engine)
-            with pytest.raises(ValueError, match=r"no 'grad_ema' for parameter 'scale'.*deepspeed.universal INPUT"):
-                engine.load_checkpoint(folder, tag="stock")
-            assert_same(label, weights(engine), before)
+    folder = place(directory, cell)
+    on_rank_0(stock_converter, folder / "saved", folder / "stock")
+    with engine_for(UNIVERSAL_CELLS[cell], checkpoint={"load_universal": True}) as engine:
+        before = weights(engine)
+        with pytest.raises(ValueError, match=r"no 'grad_ema' for parameter 'scale'.*deepspeed.universal INPUT"):
+            engine.load_checkpoint(folder, tag="stock")
+        assert_same("unchanged", weights(engine), before)
 
 
 def plain_groups(model):
     return [{"params": list(trainable(model).values())}]
 
 
+LAMB = {"params": {**PARAMS, "alpha": 0}}
+#: The cell, and the optimizer whose checkpoint is adopted.
+ADOPTED = {
+    "stage 1, adam": ("stage 1", ADAM),
+    "stage 1, lamb": ("stage 1", LAMB),
+    "stage 3, adam": ("stage 3", ADAM),
+    "stage 3, lamb": ("stage 3", LAMB),
+    "BF16_Optimizer, adam": ("BF16_Optimizer", ADAM),
+}
+
+
 @worlds(2)
-def case_other_optimizers_are_adopted_only_when_asked(directory):
+@each(ADOPTED)
+def case_other_optimizers_are_adopted_only_when_asked(directory, label, setting):
     """LAMB is ALTO with alpha 0. Both are saved with one parameter group, and adopted by a run with three."""
-    lamb = {"params": {**PARAMS, "alpha": 0}}
-    for label in ("stage 1", "stage 3", "BF16_Optimizer"):
-        for name, other in (("adam", ADAM), ("lamb", lamb)) if label != "BF16_Optimizer" else (("adam", ADAM),):
-            folder = place(directory, f"{label}, {name}")
-            with engine_for(UNIVERSAL_CELLS[label], plain_groups, **other) as engine:
-                advance(engine, 0, BEFORE)
-                engine.save_checkpoint(folder, tag="saved")
-                expected = {
-                    f"{n} {key}": safe_get_full_optimizer_state(p, key)
-                    for n, p in trainable(engine.module).items()
-                    for key in ("exp_avg", "exp_avg_sq")
-                } | {f"{n} master": safe_get_full_fp32_param(p) for n, p in trainable(engine.module).items()}
-            refused = pytest.raises(ValueError, match=r"no 'grad_ema' for ALTO: .*universal INPUT OUTPUT --adopt")
-            with engine_for(UNIVERSAL_CELLS[label], plain_groups) as engine, refused:
-                engine.load_checkpoint(folder)
-            if name == "adam":
-                with pytest.raises(ValueError, match="no 'grad_ema' and was not saved by ALTO.*--adopt"):
-                    on_rank_0(convert, folder / "saved", folder / "unasked")
-            on_rank_0(stock_converter, folder / "saved", folder / "stock")
-            on_rank_0(convert, folder / "saved", folder / "adopted", adopt=True)
-            universal = {"checkpoint": {"load_universal": True}}
-            with engine_for(UNIVERSAL_CELLS[label], plain_groups, **universal) as engine, refused:
-                engine.load_checkpoint(folder, tag="stock")
-            with engine_for(UNIVERSAL_CELLS[label], model=other_network(), **universal) as engine:
-                own = hyperparameters(engine)
-                engine.load_checkpoint(folder)
-                assert hyperparameters(engine) == own
-                got = picture(engine)
-                assert_same(f"{label}, {name}", {key: got[key] for key in expected}, expected)
-                averages = [value for key, value in got.items() if key.endswith("grad_ema")]
-                assert averages
-                assert not any(value.any() for value in averages)
-                assert got["steps"].tolist() == [BEFORE]
-                advance(engine, BEFORE, BEFORE + 1)
-                assert picture(engine)["embed.weight grad_ema"].any()
+    cell, other = UNIVERSAL_CELLS[setting[0]], setting[1]
+    folder = place(directory, label)
+    with engine_for(cell, plain_groups, **other) as engine:
+        advance(engine, 0, BEFORE)
+        engine.save_checkpoint(folder, tag="saved")
+        expected = {
+            f"{n} {key}": safe_get_full_optimizer_state(p, key)
+            for n, p in trainable(engine.module).items()
+            for key in ("exp_avg", "exp_avg_sq")
+        } | {f"{n} master": safe_get_full_fp32_param(p) for n, p in trainable(engine.module).items()}
+    refused = pytest.raises(ValueError, match=r"no 'grad_ema' for ALTO: .*universal INPUT OUTPUT --adopt")
+    with engine_for(cell, plain_groups) as engine, refused:
+        engine.load_checkpoint(folder)
+    if other is ADAM:
+        with pytest.raises(ValueError, match="no 'grad_ema' and was not saved by ALTO.*--adopt"):
+            on_rank_0(convert, folder / "saved", folder / "unasked")
+    on_rank_0(stock_converter, folder / "saved", folder / "stock")
+    on_rank_0(convert, folder / "saved", folder / "adopted", adopt=True)
+    universal = {"checkpoint": {"load_universal": True}}
+    with engine_for(cell, plain_groups, **universal) as engine, refused:
+        engine.load_checkpoint(folder, tag="stock")
+    with engine_for(cell, model=other_network(), **universal) as engine:
+        own = hyperparameters(engine)
+        engine.load_checkpoint(folder)
+        assert hyperparameters(engine) == own
+        got = picture(engine)
+        assert_same("adopted", {key: got[key] for key in expected}, expected)
+        averages = [value for key, value in got.items() if key.endswith("grad_ema")]
+        assert averages
+        assert not any(value.any() for value in averages)
+        assert got["steps"].tolist() == [BEFORE]
+        advance(engine, BEFORE, BEFORE + 1)
+        assert picture(engine)["embed.weight grad_ema"].any()
 
 
 @worlds(2)
-def case_stage_0_refuses_them_too(directory):
-    for name, other in (("adam", ADAM), ("lamb", {"params": {**PARAMS, "alpha": 0}})):
-        folder = place(directory, f"stage 0, {name}")
-        with engine_for((None, {}), plain_groups, **other) as engine:
-            advance(engine, 0, 1)
-            engine.save_checkpoint(folder, tag="saved")
-        refused = pytest.raises(ValueError, match=r"no 'grad_ema' for ALTO: .*--adopt")
-        with engine_for((None, {}), plain_groups) as engine, refused:
-            engine.load_checkpoint(folder)
-        with pytest.raises(ValueError, match="ZeRO stage 0 has none, and needs no conversion"):
-            on_rank_0(convert, folder / "saved", folder / "universal")
+@each({"adam": ADAM, "lamb": LAMB})
+def case_stage_0_refuses_them_too(directory, label, setting):
+    folder = place(directory, f"stage 0, {label}")
+    with engine_for((None, {}), plain_groups, **setting) as engine:
+        advance(engine, 0, 1)
+        engine.save_checkpoint(folder, tag="saved")
+    refused = pytest.raises(ValueError, match=r"no 'grad_ema' for ALTO: .*--adopt")
+    with engine_for((None, {}), plain_groups) as engine, refused:
+        engine.load_checkpoint(folder)
+    with pytest.raises(ValueError, match="ZeRO stage 0 has none, and needs no conversion"):
+        on_rank_0(convert, folder / "saved", folder / "universal")
+
+
+#: What is given to the converter, where it should write, options, and the refusal.
+NOT_CONVERTED = {
+    "a folder with something in it": ("stage 1/saved", "stage 1", {}, "is not empty"),
+    "a folder of tags": ("stage 1", "new", {}, "Give the folder of one tag"),
+    "round robin": ("stage 1, round_robin/saved", "new", {}, "round_robin_gradients"),
+    "nothing to adopt": ("stage 1/saved", "new", {"adopt": True}, "has grad_ema already: convert it without --adopt"),
+}
 
 
 @worlds(2)
-def case_what_cannot_be_converted_or_loaded_is_refused(directory):
-    """In the converter, and in the engine before anything has changed."""
-    saved = place(directory, "stage 1")
-    for arguments, message in (
-        ((saved / "saved", saved / "stock"), "is not empty"),
-        ((saved, saved / "new"), "Give the folder of one tag"),
-        ((place(directory, "stage 1, round_robin") / "saved", saved / "new"), "round_robin_gradients"),
-    ):
+@each(NOT_CONVERTED)
+@after("case_save", "stage 1", "stage 1, round_robin")
+def case_what_cannot_be_converted_is_refused(directory, setting):
+    source, target, options, message = setting
+    with pytest.raises(ValueError, match=message):
+        on_rank_0(convert, place(directory, source), place(directory, target), **options)
+
+
+#: The engine's cell and groups, the checkpoint, its tag, and the refusal.
+NOT_LOADED = {
+    "into stage 3": ("stage 3", three_groups, "stage 1", "universal", "do not go from stage 3 to another or back"),
+    "from stage 3": ("stage 1", three_groups, "stage 3", "universal", "do not go from stage 3"),
+    "other groups": ("stage 1", plain_groups, "stage 1", "universal", "has 3 parameter groups, this optimizer has 1"),
+    "not universal": ("stage 1", three_groups, "stage 1", "saved", "is not a universal checkpoint: make one with"),
+    "round robin": ("stage 1, round_robin", three_groups, "stage 1", "universal", "misplaces the pieces"),
+    "into stage 0": (
+        "stage 0", three_groups, "stage 1", "universal", "Stage 0 loads what stage 0 saved at any world size",
+    ),
+}  # fmt: skip
+
+
+@worlds(2)
+@each(NOT_LOADED)
+@after("case_conversion_carries_every_state", "stage 1", "stage 3")
+def case_what_cannot_be_loaded_is_refused(directory, setting):
+    """Before anything has changed."""
+    cell, groups, saved, tag, message = setting
+    with engine_for(CELLS[cell], groups, checkpoint={"load_universal": True}) as engine:
+        before = {name: value.clone() for name, value in weights(engine).items()}
         with pytest.raises(ValueError, match=message):
-            on_rank_0(convert, *arguments)
-    with pytest.raises(ValueError, match="has grad_ema already: convert it without --adopt"):
-        on_rank_0(convert, saved / "saved", saved / "new", adopt=True)
-    for cell, groups, folder, tag, message in (
-        (CELLS["stage 3"], three_groups, saved, "universal", "do not go from stage 3 to another or back"),
-        (CELLS["stage 1"], three_groups, place(directory, "stage 3"), "universal", "do not go from stage 3"),
-        (CELLS["stage 1"], plain_groups, saved, "universal", "has 3 parameter groups, this optimizer has 1"),
-        (CELLS["stage 1"], three_groups, saved, "saved", "is not a universal checkpoint: make one with"),
-        (CELLS["stage 1, round_robin"], three_groups, saved, "universal", "misplaces the pieces"),
-        (CELLS["stage 0"], three_groups, saved, "universal", "Stage 0 loads what stage 0 saved at any world size"),
-    ):
-        with engine_for(cell, groups, checkpoint={"load_universal": True}) as engine:
-            before = {name: value.clone() for name, value in weights(engine).items()}
-            with pytest.raises(ValueError, match=message):
-                engine.load_checkpoint(folder, tag=tag)
-            assert_same(message, weights(engine), before)
+            engine.load_checkpoint(place(directory, saved), tag=tag)
+        assert_same("unchanged", weights(engine), before)
 
 
 @worlds(2)
+@after("case_save", "stage 1")
 def case_the_converter_does_not_run_what_a_file_names(directory):
     """A pickle may call any function. The converter loaded them all, and its workers did too."""
     saved = place(directory, "stage 1") / "saved"
@@ -384,40 +433,40 @@ def case_elastic_checkpoints(directory):
 
 
 @worlds(2)
-def case_esgd(directory):
+@each(stage=(0, 1, 2, 3))
+def case_esgd(directory, stage):
     """At the same world size; it has no universal checkpoints."""
     options = {"name": "ESGD", "params": {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}}
-    for stage in (0, 1, 2, 3):
-        cell = ({"stage": stage} if stage else None, {})
-        folder = place(directory, f"ESGD {stage}")
-        with engine_for(cell, None, **options) as engine:
-            advance(engine, 0, BEFORE)
-            engine.save_checkpoint(folder, tag="saved")
-            advance(engine, BEFORE, BEFORE + AFTER)
-            at_end = weights(engine)
-        with engine_for(cell, None, other_network(), **options) as engine:
-            engine.load_checkpoint(folder)
-            advance(engine, BEFORE, BEFORE + AFTER)
-            assert_same(f"ESGD, stage {stage}", weights(engine), at_end)
-        if stage:
-            with pytest.raises(ValueError, match="no 'exp_avg'.*only checkpoints of ALTO and EAdamW"):
-                on_rank_0(convert, folder / "saved", folder / "universal")
-            refused = pytest.raises(ValueError, match="not those of ESGD")
-            with engine_for(cell, None, checkpoint={"load_universal": True}, **options) as engine, refused:
-                engine.load_checkpoint(folder, tag="saved")
+    cell = ({"stage": stage} if stage else None, {})
+    folder = place(directory, f"ESGD {stage}")
+    with engine_for(cell, None, **options) as engine:
+        advance(engine, 0, BEFORE)
+        engine.save_checkpoint(folder, tag="saved")
+        advance(engine, BEFORE, BEFORE + AFTER)
+        at_end = weights(engine)
+    with engine_for(cell, None, other_network(), **options) as engine:
+        engine.load_checkpoint(folder)
+        advance(engine, BEFORE, BEFORE + AFTER)
+        assert_same("continued", weights(engine), at_end)
+    if stage:
+        with pytest.raises(ValueError, match="no 'exp_avg'.*only checkpoints of ALTO and EAdamW"):
+            on_rank_0(convert, folder / "saved", folder / "universal")
+        refused = pytest.raises(ValueError, match="not those of ESGD")
+        with engine_for(cell, None, checkpoint={"load_universal": True}, **options) as engine, refused:
+            engine.load_checkpoint(folder, tag="saved")
 
 
 @worlds(2)
-def case_other_optimizers_load_as_ever(directory):
+@each(adopted=("stage 1, adam", "stage 3, adam"))
+@after("case_other_optimizers_are_adopted_only_when_asked")
+def case_other_optimizers_load_as_ever(directory, adopted):
     """The wrapped methods pass on what is not ours."""
-    for label in ("stage 1", "stage 3"):
-        folder = place(directory, f"{label}, adam")
-        with engine_for(CELLS[label], plain_groups, other_network(), **ADAM) as engine:
-            engine.load_checkpoint(folder)
-            expected = weights(engine)
-        with engine_for(
-            CELLS[label], plain_groups, other_network(), checkpoint={"load_universal": True}, **ADAM
-        ) as engine:
-            engine.load_checkpoint(folder, tag="stock")
-            assert_same(label, weights(engine), expected)
-            advance(engine, BEFORE, BEFORE + 1)
+    folder, cell = place(directory, adopted), CELLS[ADOPTED[adopted][0]]
+    with engine_for(cell, plain_groups, other_network(), **ADAM) as engine:
+        engine.load_checkpoint(folder)
+        expected = weights(engine)
+    universal = {"load_universal": True}
+    with engine_for(cell, plain_groups, other_network(), checkpoint=universal, **ADAM) as engine:
+        engine.load_checkpoint(folder, tag="stock")
+        assert_same("stock", weights(engine), expected)
+        advance(engine, BEFORE, BEFORE + 1)

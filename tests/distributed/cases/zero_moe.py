@@ -1,5 +1,7 @@
 """DeepSpeed's mixture of experts: expert norms over the experts' data-parallel ranks, dense ones over all."""
 
+import functools
+
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 import alto_distributed.deepspeed  # noqa: F401
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 
 from .zero import batches, config, loss_of, running, trainable
 
@@ -28,6 +30,7 @@ class Net(nn.Module):
         return self.head(h + mixed)
 
 
+@functools.cache
 def train(stage):
     torch.manual_seed(11 + dist.get_rank() % 2)  # ranks 0 and 2 hold one expert, 1 and 3 the other
     model = Net()
@@ -51,7 +54,8 @@ def train(stage):
 
 
 @worlds(4)
-def case_experts():
+@each(stage=(1, 2))
+def case_experts(stage):
     """At stage 0 each rank has whole parameters and the ratio is plain; the sharded stages must agree."""
     plain, _ = train(0)
     experts = [n for n in plain if "experts" in n]
@@ -60,10 +64,9 @@ def case_experts():
     dist.all_gather_object(pairs, plain[experts[0]])
     assert not torch.equal(pairs[0], pairs[1])  # different experts on neighbours
     assert torch.equal(pairs[0], pairs[2])  # the same on ranks of one expert group
-    for stage in (1, 2):
-        got, decays = train(stage)
-        assert {moe for moe, _ in decays} == {True, False}
-        assert {d for moe, d in decays if moe} == {0.01, 0.0}  # experts, too, are split into decayed and undecayed
-        for name, p in got.items():
-            gap = ((p - plain[name]).norm() / plain[name].norm()).item()
-            assert gap < 1e-6, (stage, name, gap)
+    got, decays = train(stage)
+    assert {moe for moe, _ in decays} == {True, False}
+    assert {d for moe, d in decays if moe} == {0.01, 0.0}  # experts, too, are split into decayed and undecayed
+    for name, p in got.items():
+        gap = ((p - plain[name]).norm() / plain[name].norm()).item()
+        assert gap < 1e-6, (name, gap)

@@ -12,7 +12,7 @@ from torch import nn
 import alto_distributed.deepspeed  # noqa: F401
 from alto_distributed import ALTO
 from alto_distributed.deepspeed.build import split_bare_parameters
-from tests.helpers.launcher import worlds
+from tests.helpers.cases import each, worlds
 
 from .zero import PARAMS, batches, config, loss_of
 
@@ -89,26 +89,39 @@ def pipeline():
     return module
 
 
+SETTINGS = {
+    "stage 0": (None, 0.0),
+    "stage 1": ({"stage": 1}, 0.0),
+    "stage 1, clipping": ({"stage": 1}, 1.0),
+}
+
+
 @worlds(2, 4)
-def case_pipeline_with_tied_embedding():
+@each(SETTINGS)
+def case_pipeline_with_tied_embedding(setting):
     deepspeed.init_distributed("gloo")
+    zero, clip = setting
     replicas = dist.get_world_size() // 2
-    # Stage 0 in float32 clips by the norm of the first pipeline stage alone, whatever the optimizer: refused.
-    for zero, clip in ((None, 0.0), ({"stage": 1}, 0.0), ({"stage": 1}, 1.0)):
-        expected = reference(clip)
-        module = pipeline()
-        ds_config = config(zero, accumulation=ACCUMULATION, clip=clip)
-        ds_config["train_micro_batch_size_per_gpu"] = 8 // replicas
-        engine, *_ = deepspeed.initialize(model=module, config=ds_config)
-        rank = engine.grid.get_data_parallel_rank()
-        for step in batches(accumulation=ACCUMULATION):
-            engine.train_batch(iter([(x.chunk(replicas)[rank], y.chunk(replicas)[rank]) for x, y in step]))
-        names = dict(module.named_parameters())
-        assert "tied_modules.embed.weight" in names  # on both stages
-        assert len(names) < len(expected)  # and the rest on one
-        for name, p in names.items():
-            gap = ((p.detach() - expected[name]).norm() / expected[name].norm()).item()
-            assert gap < 1e-6, (zero, clip, name, gap)
-        engine.destroy()
+    expected = reference(clip)
+    module = pipeline()
+    ds_config = config(zero, accumulation=ACCUMULATION, clip=clip)
+    ds_config["train_micro_batch_size_per_gpu"] = 8 // replicas
+    engine, *_ = deepspeed.initialize(model=module, config=ds_config)
+    rank = engine.grid.get_data_parallel_rank()
+    for step in batches(accumulation=ACCUMULATION):
+        engine.train_batch(iter([(x.chunk(replicas)[rank], y.chunk(replicas)[rank]) for x, y in step]))
+    names = dict(module.named_parameters())
+    assert "tied_modules.embed.weight" in names  # on both stages
+    assert len(names) < len(expected)  # and the rest on one
+    for name, p in names.items():
+        gap = ((p.detach() - expected[name]).norm() / expected[name].norm()).item()
+        assert gap < 1e-6, (name, gap)
+    engine.destroy()
+
+
+@worlds(2, 4)
+def case_clipping_by_the_norm_of_one_pipeline_stage_is_refused():
+    """Stage 0 in float32 clips by the norm of the first pipeline stage alone, whatever the optimizer."""
+    deepspeed.init_distributed("gloo")
     with pytest.raises(ValueError, match="clips by the gradient norm of the first pipeline stage alone"):
         deepspeed.initialize(model=pipeline(), config=config(None, accumulation=ACCUMULATION))

@@ -6,7 +6,8 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>  // and not torch/extension.h, which takes half as long again to compile
+#include <torch/library.h>
 
 #include <atomic>
 #include <cstdlib>

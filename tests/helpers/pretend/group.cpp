@@ -3,7 +3,8 @@
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>  // and not torch/extension.h, which takes half as long again to compile
+#include <torch/library.h>
 
 #include <array>
 #include <cstdlib>

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,45 @@ from deepspeed.checkpoint import ds_to_universal
 
 from ....deepspeed import universal
 from ....deepspeed.data_classes import CLASSES
+from ....errors import one_line
 from ....safe_load import only_data
+from ....sharding.rank_sync import run_on_rank0
 from ... import optimizers
 from ...checkpoint import manifest
-from ...checkpoint.io import describe, failing_late, replaced, wrote
+from ...checkpoint.io import Written, describe, failing_late, replaced
 from ...checkpoint.safe_load import refuse_code
+from ...config.parsing import parse_json
 from ...config.settings import Run
 
 _TAG, _UNIVERSAL, _ABOUT = "saved", "universal", "saved_by.json"
 
 
-def save(engine: Any, run: Run, directory: Path) -> None:
+def save(engine: Any, run: Run, directory: Path) -> dict[Path, Written]:
     """Write a checkpoint of DeepSpeed's, and beside it what it was written by. Called by all ranks.
+
+    Returns:
+        This rank's files.
 
     Raises:
         OSError: on the ranks that could not write, when all are through.
     """
     files = engine.checkpoint_engine
     original = files.save
+    written: dict[Path, Written] = {}
 
-    def save_and_tell(state_dict: Any, path: str) -> None:
+    def save_and_note(state_dict: Any, path: str) -> None:
         original(state_dict, path)
-        wrote(path, describe(state_dict))
+        written[Path(path)] = Written(dist.get_rank(), describe(state_dict))
 
     with (
-        replaced(files, "save", save_and_tell),
+        replaced(files, "save", save_and_note),
         failing_late((files, "save"), (files, "makedirs"), (engine, "_copy_recovery_script")) as attempt,
     ):
         engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
         if dist.get_rank() == 0:
             attempt(lambda: _write_about(engine, run, directory))
         dist.barrier()
+    return written
 
 
 def _write_about(engine: Any, run: Run, directory: Path) -> None:
@@ -59,7 +66,7 @@ def _write_about(engine: Any, run: Run, directory: Path) -> None:
     os.replace(part, directory / _ABOUT)
 
 
-def load(engine: Any, run: Run, directory: Path) -> None:
+def load(engine: Any, run: Run, directory: Path, saved_by: int) -> None:
     """Continue from what :func:`save` wrote. Called by all ranks.
 
     Hyperparameters and clipping stay those of the run: DeepSpeed would take those of the checkpoint.
@@ -68,14 +75,14 @@ def load(engine: Any, run: Run, directory: Path) -> None:
         ValueError: on all ranks, if the checkpoint is not one that this run can continue from.
     """
     now = _about(engine, run)
-    saved = on_rank_0(engine, lambda: _read(directory, now))
+    run_on_rank0(lambda: _refuse_others(directory, now))
     refuse_code(directory, (directory / _TAG).glob("*.pt"), CLASSES)
     names = optimizers.arguments(run)
     own = [{key: group[key] for key in group if key in names} for group in engine.basic_optimizer.param_groups]
     tag = _TAG
-    if saved["ranks"] != now["ranks"] and now["zero_stage"] > 0:
+    if saved_by != dist.get_world_size() and now["zero_stage"] > 0:
         with only_data(CLASSES):
-            on_rank_0(engine, lambda: _convert(directory, run))
+            run_on_rank0(lambda: _convert(directory, run))
         tag = _UNIVERSAL
     engine._config.load_universal_checkpoint = tag == _UNIVERSAL
     try:
@@ -95,23 +102,8 @@ def load(engine: Any, run: Run, directory: Path) -> None:
             state["step"] = state["step"].clone()
 
 
-def on_rank_0(engine: Any, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns there, on all ranks; and a ValueError on all of them if it fails."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = work()
-        except Exception as error:
-            answer[1] = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(answer, src=0, device=engine.device)
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]
-
-
 def _about(engine: Any, run: Run) -> dict[str, Any]:
     return {
-        "ranks": dist.get_world_size(),
         "zero_stage": int(engine.zero_optimization_stage()) if engine.zero_optimization() else 0,
         "precision": run.training.precision,
         "wrapper": type(engine.optimizer).__name__,
@@ -127,19 +119,21 @@ _ADVICE = {
 }
 
 
-def _read(directory: Path, now: dict[str, Any]) -> dict[str, Any]:
+def _refuse_others(directory: Path, now: dict[str, Any]) -> None:
+    """Raise for a checkpoint that this run cannot continue from."""
     path = directory / _ABOUT
     if not path.is_file():
         raise ValueError(
             f"{directory} holds no finished checkpoint of the DeepSpeed engine: there is no {_ABOUT} in it"
         )
-    saved: dict[str, Any] = json.loads(path.read_text())
+    saved = parse_json(path.read_bytes(), str(path))
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} does not say what saved the checkpoint")
     for key, advice in _ADVICE.items():
         if saved.get(key) != now[key]:
             raise ValueError(
                 f"{directory} was saved with {key} {saved.get(key)}, and this run has {now[key]}; {advice}"
             )
-    return saved
 
 
 def _convert(directory: Path, run: Run) -> None:
@@ -155,8 +149,15 @@ def _convert(directory: Path, run: Run) -> None:
     part = directory / f"{_UNIVERSAL}.part"
     shutil.rmtree(part, ignore_errors=True)
     convert = universal.convert if name in optimizers.ALTO_NAMES else _convert_adam
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        convert(directory / _TAG, part)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            convert(directory / _TAG, part)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # of DeepSpeed's converter, or of torch.load
+        raise ValueError(
+            f"{directory} could not be converted for another number of ranks: {one_line(error)}"
+        ) from error
     names = [str(path.relative_to(part)) for path in part.rglob("*") if path.is_file()]
     files = {name: manifest.entry_of(part / name, 0, {}) for name in names}
     manifest.write(part, manifest.Manifest(0, 1, manifest.versions(), files))

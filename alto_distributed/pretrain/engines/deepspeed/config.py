@@ -119,19 +119,16 @@ def _agree(section: dict[str, Any], key: str, ours: Any, setting: str, where: st
 
 
 def _optimizer(config: dict[str, Any], run: Run) -> None:
+    """DeepSpeed is given the optimizer, so the config names none."""
     arguments = optimizers.arguments(run)
-    is_alto = run.optimizer.name in optimizers.ALTO_NAMES
-    kind = "ALTO" if is_alto else run.optimizer.name
+    kind = "ALTO" if run.optimizer.name in optimizers.ALTO_NAMES else run.optimizer.name
     theirs = config.pop("optimizer", None)
     if theirs is not None:
         _compare(theirs, kind, arguments)
-    if is_alto:
-        config["optimizer"] = {"type": kind, "params": {key: _plain(value) for key, value in arguments.items()}}
-        return
     if run.optimizer.name in optimizers.THIRD_PARTY:
         # They treat each element by itself, so a shard of them is exact; DeepSpeed asks because others do not.
         config["zero_allow_untested_optimizer"] = True
-    # Offloaded, they step on the CPU: slower than DeepSpeed's own Adam, and the optimizer that the run names.
+    # Offloaded, it steps on the CPU: slower than DeepSpeed's own Adam, and the optimizer that the run names.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 

@@ -15,16 +15,17 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ....deepspeed.register import _not_stepping, register
+from ....deepspeed.register import not_stepping, register
 from ....diagnostics import Reading
 from ....optimizer import ALTO
 from ... import optimizers
+from ...checkpoint.io import Written
 from ...config.settings import Run
 from ...model import build_model, inputs_of, next_token_loss, seed_dropout
-from ...runtime.rank_sync import same_settings
+from ...runtime.same_settings import same_settings
 from ...runtime.stopwatch import Stopwatch
 from ..base import Step
-from . import checkpoint as pretrain_checkpoint
+from . import checkpoint
 from .config import deepspeed_config, refuse_what_deepspeed_refuses
 
 
@@ -35,7 +36,6 @@ def build(run: Run) -> DeepSpeedTraining:
         ValueError: the run or its JSON is not one that this engine can train.
     """
     register()
-    optimizers.arguments(run)  # refuse mistakes before ranks are connected
     if not torch.distributed.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -80,17 +80,14 @@ class DeepSpeedTraining:
         self.data_parallel_rank = int(dist.get_rank())
         self.data_parallel_size = int(dist.get_world_size())
         config = deepspeed_config(run, self.data_parallel_size)
+        self._accumulation = int(config["gradient_accumulation_steps"])
         refuse_what_deepspeed_refuses(config, run.deepspeed.config)
         model = build_model(run)
         groups = optimizers.build_groups(run, model)
-        # DeepSpeed builds ALTO itself, from the JSON; the others it is given.
-        is_alto = run.optimizer.name in optimizers.ALTO_NAMES
-        client = None if is_alto else optimizers.build_optimizer(run, groups)
+        optimizer = optimizers.build_optimizer(run, groups)
         # Stage 0 takes a step with zero gradients when it is built, which would decay weights and count.
-        with contextlib.nullcontext() if client is None else _not_stepping(client):
-            self._engine: Any = deepspeed.initialize(
-                model=model, optimizer=client, model_parameters=groups, config=config
-            )[0]
+        with not_stepping(optimizer):
+            self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         self.device = torch.device(self._engine.device)
         if self._engine.dp_world_size != self.data_parallel_size:
             raise ValueError(
@@ -101,14 +98,8 @@ class DeepSpeedTraining:
             raise ValueError('remove "checkpoint": {"writer": ...} from the DeepSpeed JSON: a checkpoint must be on '
                              "disk when save() returns")  # fmt: skip
 
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model; under ZeRO stage 3 its parameters are gathered only while it runs."""
-        module: torch.nn.Module = self._engine.module
-        return module
-
     def train(self, micro_batches: Sequence[torch.Tensor], lr: float) -> Step:
-        engine, wanted = self._engine, self._run.accumulation(self.data_parallel_size)
+        engine, wanted = self._engine, self._accumulation
         if len(micro_batches) != wanted:
             raise ValueError(f"{len(micro_batches)} micro-batches, and a step of this run has {wanted} on each rank")
         # The wrappers of all stages step with these very groups.
@@ -151,11 +142,11 @@ class DeepSpeedTraining:
             raise ValueError("there is nothing to evaluate: no rank has a micro-batch")
         return float(loss / count)
 
-    def save(self, directory: Path) -> None:
-        pretrain_checkpoint.save(self._engine, self._run, Path(directory))
+    def save(self, directory: Path) -> Mapping[Path, Written]:
+        return checkpoint.save(self._engine, self._run, directory)
 
-    def load(self, directory: Path) -> None:
-        pretrain_checkpoint.load(self._engine, self._run, Path(directory))
+    def load(self, directory: Path, saved_by: int) -> None:
+        checkpoint.load(self._engine, self._run, directory, saved_by)
 
     def diagnostics(self) -> Mapping[str, Reading]:
         optimizer = self._engine.basic_optimizer

@@ -21,12 +21,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ....safe_load import only_data
-from ...checkpoint.io import failing_late, replaced, shape_of, wrote
+from ...checkpoint.io import Written, failing_late, replaced, shape_of
 from ...checkpoint.safe_load import refuse_code
 
 
-def save(state: dict[str, Any], directory: Path, metadata: dict[str, Any]) -> None:
+def save(state: dict[str, Any], directory: Path, metadata: dict[str, Any]) -> dict[Path, Written]:
     """Write a sharded state dict into an empty directory. Called by all ranks.
+
+    Returns:
+        On rank 0 all files with tensors: the index that it writes names them.
 
     Raises:
         OSError: a rank could not write.
@@ -43,10 +46,15 @@ def save(state: dict[str, Any], directory: Path, metadata: dict[str, Any]) -> No
     except CheckpointException as error:  # a BaseException
         details = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise OSError(details or "another rank could not write") from error
-    if dist.get_rank() == 0:
-        for file, states in _contents(directory).items():
-            writer = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
-            wrote(directory / file, states, int(writer.group(1)) if writer else 0)
+    if dist.get_rank() != 0:
+        return {}
+    return {directory / file: Written(_writer_of(file), states) for file, states in _contents(directory).items()}
+
+
+def _writer_of(file: str) -> int:
+    """The rank that wrote a file of shards."""
+    writer = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
+    return int(writer.group(1)) if writer else 0
 
 
 @contextlib.contextmanager

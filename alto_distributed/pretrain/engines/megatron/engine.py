@@ -22,10 +22,11 @@ from ....diagnostics import Reading
 from ....megatron.build import diagnostics
 from ....megatron.config import AltoOptimizerConfig
 from ....megatron.param_gather import finish_param_gather
+from ...checkpoint.io import Written
 from ...config.settings import Run
 from ...model import initial_weights, seed_from
 from ...optimizers import ALTO_NAMES, STATE_DTYPES, arguments
-from ...runtime.rank_sync import same_settings
+from ...runtime.same_settings import same_settings
 from ...runtime.stopwatch import Stopwatch
 from ..base import Step
 from . import checkpoint
@@ -125,14 +126,14 @@ class MegatronTraining:
         dist.all_reduce(sums)
         return float(sums[0] / sums[1])
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Mapping[Path, Written]:
         finish_param_gather([self._model])
         metadata = self._metadata()
         state = self._described(metadata, is_loading=False)
         state["steps"] = self._steps
-        checkpoint.save(state, directory, metadata)
+        return checkpoint.save(state, directory, metadata)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, saved_by: int) -> None:
         metadata = self._metadata()
         loaded = checkpoint.load(self._described(metadata, is_loading=True), directory)
         self._module().load_state_dict(loaded["model"])

@@ -21,10 +21,8 @@ from alto_distributed.pretrain.cli import plan
 from alto_distributed.pretrain.config import settings as config
 from alto_distributed.pretrain.data import Samples, files
 from alto_distributed.pretrain.engines.deepspeed.config import deepspeed_config, refuse_what_deepspeed_refuses
+from tests.helpers.fuzz import CONTENTS, encoded, trained
 from tests.helpers.launcher import REPO
-
-from .test_fuzz_alto import trained
-from .test_fuzz_files import CONTENTS, checkpoint, encoded, prepared  # noqa: F401  (fixtures)
 
 TINY = REPO / "configs/gpt2-tiny.yaml"
 
@@ -176,7 +174,7 @@ def test_a_secret_in_a_json_is_refused_and_not_repeated(secret, tmp_path):
         ({"version": 2}, "of version 2"),
     ],
 )
-def test_a_manifest_with_a_checksum_that_fits(change, message, checkpoint):  # noqa: F811
+def test_a_manifest_with_a_checksum_that_fits(change, message, checkpoint):
     """It was a KeyError or a TypeError; and a file outside of the checkpoint was read."""
     directory, original = checkpoint
     content = {**json.loads(original), **change}
@@ -220,7 +218,7 @@ INDEX = {
 
 
 @pytest.mark.parametrize("what", INDEX)
-def test_an_index_with_another(what, prepared, tmp_path):  # noqa: F811
+def test_an_index_with_another(what, prepared, tmp_path):
     _, contents = prepared
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -233,7 +231,7 @@ def test_an_index_with_another(what, prepared, tmp_path):  # noqa: F811
         Samples(tmp_path, "train", 16, 300)
 
 
-def test_a_token_that_is_another_one_of_the_vocabulary(prepared, tmp_path):  # noqa: F811
+def test_a_token_that_is_another_one_of_the_vocabulary(prepared, tmp_path):
     """Nothing about it is wrong but its checksum; a run compares it when it starts (data.verify)."""
     _, contents = prepared
     for name, content in contents.items():
@@ -250,7 +248,7 @@ def test_a_token_that_is_another_one_of_the_vocabulary(prepared, tmp_path):  # n
 @pytest.mark.parametrize(
     "change", [{"splits": None}, {"splits": {}}, {"tokenizer": 3}, {"tokenizer": {"kind": "bytes"}}]
 )
-def test_a_data_manifest_without_its_parts(change, prepared, tmp_path):  # noqa: F811
+def test_a_data_manifest_without_its_parts(change, prepared, tmp_path):
     _, contents = prepared
     (tmp_path / files.MANIFEST).write_text(json.dumps({**json.loads(contents[files.MANIFEST]), **change}))
     with pytest.raises(ValueError, match="manifest.json is damaged"):

@@ -6,42 +6,18 @@ first: all ranks return, or all of them raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from ...sharding.agreement import require_agreement
-from ...sharding.collective import everyone
-from ..config.settings import Run
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Result = TypeVar("Result")
 
 #: Errors that keep their kind on the way to other ranks; any other is a RuntimeError there.
 _KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError}
-
-
-#: Settings that name places: those of a rank's own machine may well be others.
-_PLACES = ("data.directory", "deepspeed.config")
-
-
-def same_settings(run: Run) -> None:
-    """All ranks must run the same settings. One small collective.
-
-    Raises:
-        ValueError: on all ranks; names the settings that differ, and the ranks.
-    """
-    world = everyone()
-    if world is not None:
-        require_agreement(world, {name: said for name, said in _flat(run.as_dict()) if name not in _PLACES})
-
-
-def _flat(settings: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{where}{key}.")
-        else:
-            yield f"{where}{key}", repr(value)
 
 
 def run_on_every_rank(work: Callable[[], Result]) -> list[Result]:
@@ -59,15 +35,16 @@ def run_on_every_rank(work: Callable[[], Result]) -> list[Result]:
     return [outcome[0] for outcome in outcomes]
 
 
-def run_on_rank0(work: Callable[[], Result]) -> Result:
-    """What ``work`` returns on rank 0, on all of them. One collective.
+def run_on_rank0(work: Callable[[], Result], group: ProcessGroup | None = None) -> Result:
+    """What ``work`` returns on rank 0 of ``group``, by default all ranks, on all of its ranks. One collective.
 
     Raises:
         OSError, ValueError, RuntimeError: on all ranks, if it failed there.
     """
-    result, failure, error = _attempt(work) if dist.get_rank() == 0 else (None, None, None)
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    result, failure, error = _attempt(work) if dist.get_rank() == first else (None, None, None)
     outcome: list[Any] = [(result, failure)]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=first, group=group)
     answer: Result = outcome[0][0]
     if outcome[0][1] is not None:
         _raise({0: outcome[0][1]}, error)

