@@ -6,15 +6,19 @@ adaptation is elementwise, so it needs no layouts: sharded tensors are adapted w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from . import states
-from .errors import refuse_unsupported_gradient
-from .hyperparameters import check_alpha, check_beta
+from .eager import EagerStep
+from .errors import refuse_unsupported_gradient, shown
+from .hyperparameters import check_alpha, check_beta, refuse_unknown
 from .optimizer import ALTO
 from .sharding.dtensor import like_parameter
 from .state_dict import check_group_sizes, check_saved_state, load_exactly, saved_tensors
@@ -25,7 +29,7 @@ BETA1 = "e_beta1"
 GATHERED_WITH = "e_grad_ema_beta1"
 
 
-class E(Optimizer):
+class E(EagerStep):
     """Adapt ``base_optimizer``: it sees d = g + alpha*a, with a the acceleration of the gradient g.
 
     Args:
@@ -135,9 +139,8 @@ class E(Optimizer):
         try:
             if closure is None:
                 adapt()
-                result = self.base.step()
-            else:
-                result = self.base.step(adapted_closure)
+            with _no_global_hooks():
+                result = self.base.step() if closure is None else self.base.step(adapted_closure)
             for param, (grad, beta1) in first.items():
                 averages[param].lerp_(grad.to(averages[param].dtype), 1 - beta1)
         finally:
@@ -216,6 +219,64 @@ class E(Optimizer):
 
     def __repr__(self) -> str:
         return f"E({self.base!r})"
+
+    @staticmethod
+    def of(base_class: type[Optimizer]) -> type[E]:
+        """A class of optimizers: ``E.of(AdamW)(params, lr=1e-3, alpha=-5)`` is ``E(AdamW(params, lr=1e-3), alpha=-5)``.
+
+        It is for clients that take a class and keyword arguments. Where the base has an ``alpha`` or ``beta1`` of its
+        own (RMSprop), that is the base's, and E's is ``e_alpha`` or ``e_beta1``.
+        """
+        if not (isinstance(base_class, type) and issubclass(base_class, Optimizer)):
+            raise ValueError(f"E.of takes a class of optimizers such as torch.optim.AdamW, got {shown(base_class)}")
+        if issubclass(base_class, E):
+            raise ValueError(f"{base_class.__name__} is adapted already: E of E has no meaning in the paper")
+        own = inspect.signature(base_class).parameters
+        names = {name: (f"e_{name}" if name in own else name) for name in ("alpha", "beta1")}
+
+        def __init__(self: E, params: Iterable[Any], *args: Any, **options: Any) -> None:
+            ours = {name: options.pop(given) for name, given in names.items() if given in options}
+            unknown = [name for name in options if name not in own and not _takes_any(own)]
+            refuse_unknown(unknown, [*names.values(), *list(own)[1:]], f"E of {base_class.__name__}")
+            E.__init__(self, base_class(params, *args, **options), **ours)
+
+        if base_class in _made:
+            return _made[base_class]
+        members = {"__init__": __init__, "__reduce_ex__": _reduce, "base_class": base_class, "__doc__": E.__doc__}
+        return _made.setdefault(base_class, type(f"E{base_class.__name__}", (E,), members))
+
+
+#: By :meth:`E.of`, so that there is one class for each base.
+_made: dict[type, type[E]] = {}
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """A class that :meth:`E.of` made has no name that pickle could find: it is made again."""
+    del protocol
+    return _empty, (self.base_class,), self.__getstate__()
+
+
+def _empty(base_class: type[Optimizer]) -> E:
+    made = E.of(base_class)
+    return made.__new__(made)
+
+
+@contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """Hooks on the steps of all optimizers are called once, for E. The base's step is a part of E's."""
+    tables: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
 
 
 def _checked(group: Mapping[str, Any]) -> tuple[float, float]:

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer
 
 from . import states, version
 from .diagnostics import Diagnostics
+from .eager import EagerStep
 from .errors import UnsupportedTensor
-from .hyperparameters import Hyperparameters, check_beta, check_betas, refuse_near_misses
+from .hyperparameters import ADDED_LATER, OWN_BETA1, Hyperparameters, betas_of, check_beta, check_betas, is_cycled
 from .kernels import check_kernel
 from .nonfinite import SkippedSteps
+from .options import OPTIONS, for_all_groups, refuse_in_mid_run, without_options
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import StepPlan, check_length
@@ -21,30 +22,21 @@ from .state_dict import check_saved_by_alto, load_exactly
 from .states import GRAD_EMA_BETA1
 
 
-class ALTOBase(Optimizer):
+class ALTOBase(EagerStep):
     """All of ALTO but its step."""
 
     state_keys: ClassVar[tuple[str, str, str]] = (states.EXP_AVG, states.EXP_AVG_SQ, states.GRAD_EMA)
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        hyper: Hyperparameters,
-        *,
-        kernel: str,
-        diagnostics_every: int,
-        skip_nonfinite: bool,
-        grad_ema_dtype: str | torch.dtype,
-        exp_avg_dtype: str | torch.dtype,
-    ) -> None:
-        self._kernel = check_kernel(kernel)
-        self._diagnostics = Diagnostics(diagnostics_every)
-        self._skipped = SkippedSteps(skip_nonfinite)
+    def __init__(self, params: Iterable[Any], hyper: Hyperparameters, options: Mapping[str, Any]) -> None:
+        if isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, dict)):
+            params = list(params)
+            options = for_all_groups(options, params)
+        self._kernel = check_kernel(options["kernel"])
+        self._diagnostics = Diagnostics(options["diagnostics_every"])
+        self._skipped = SkippedSteps(options["skip_nonfinite"])
         self._state_dtypes = {
-            states.GRAD_EMA: states.check_dtype("grad_ema_dtype", grad_ema_dtype),
-            states.EXP_AVG: states.check_dtype("exp_avg_dtype", exp_avg_dtype),
+            key: states.check_dtype(f"{key}_dtype", options[f"{key}_dtype"]) for key in states.SHRINKABLE
         }
-        self._model_copies = states.ModelCopies({}, [])
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
 
@@ -52,9 +44,13 @@ class ALTOBase(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
-            refuse_near_misses(param_group)
-            merged = {**self.defaults, **param_group}
-            param_group.update(Hyperparameters.from_group(merged).as_group())
+            param_group = without_options(param_group, self._options())
+            merged = {OWN_BETA1: self.defaults["betas"][0], **self.defaults, **param_group}
+            hyper = Hyperparameters.from_group(merged)
+            param_group.update({**hyper.as_group(), OWN_BETA1: hyper.betas[0]})
+            if is_cycled(param_group):  # as the scheduler wrote them
+                param_group["betas"] = tuple(merged["betas"])
+            self._complete_names(param_group)
         super().add_param_group(param_group)
         for param in param_group["params"]:
             if param.is_complex():
@@ -66,6 +62,25 @@ class ALTOBase(Optimizer):
                 self.param_groups.pop()
                 raise
         self._plans.clear()
+
+    def _complete_names(self, group: dict[str, Any]) -> None:
+        """torch wants names in all groups or none. A group that comes without gets some, if the others have them."""
+        if any("param_names" in other for other in self.param_groups) and "param_names" not in group:
+            params = group.get("params")
+            group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params or ())
+            if not any(isinstance(param, tuple) for param in params):
+                g = len(self.param_groups)
+                group["param_names"] = [f"parameter {i} of group {g}" for i in range(len(params))]
+
+    def _options(self) -> dict[str, Any]:
+        """What the constructor was told for all groups."""
+        dtypes = {f"{key}_dtype": str(dtype or "float32") for key, dtype in self._state_dtypes.items()}
+        return {
+            "kernel": self._kernel,
+            "diagnostics_every": self._diagnostics.every,
+            "skip_nonfinite": self._skipped.on,
+            **dtypes,
+        }
 
     def _refuse_small_states(self, param: torch.Tensor) -> None:
         for chosen in self._state_dtypes.values():
@@ -91,17 +106,10 @@ class ALTOBase(Optimizer):
                 "diagnostics_every needs a tensor on every rank, or an engine that counts steps in the groups: a rank "
                 "that only joins cannot tell when a step is measured; set diagnostics_every to 0"
             )
+        for group in self.param_groups:  # their parameters have become flat tensors, which layouts name
+            if any(param in layouts for param in group["params"]):
+                group.pop("param_names", None)
         self._use_layouts(layouts, joined)
-
-    def set_model_copies(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Have each step also write parameters, rounded to bfloat16, to other tensors, in the same pass.
-
-        Args:
-            copies: for each parameter that has one (float32 master weights, say) its copy (the model's own weights):
-                bfloat16, of the same shape, device and memory layout. Replaces what was set before; a deep or
-                unpickled copy of the optimizer has none.
-        """
-        self._model_copies = states.ModelCopies(copies, [p for group in self.param_groups for p in group["params"]])
 
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
         self._layouts = dict(layouts)
@@ -109,13 +117,12 @@ class ALTOBase(Optimizer):
         self._plans: dict[tuple[tuple[tuple[int, torch.Size], ...], ...], StepPlan] = {}
         self._agreed: set[tuple[str, ...]] = set()
         self._layouts_lost = False
+        self._proved = True
 
     def description(self) -> dict[str, str]:
         """What must be the same on all ranks that train a model together, in words."""
         said = {"the version of alto_distributed": version.__version__, "the version of torch": str(torch.__version__)}
-        said.update(kernel=self._kernel, diagnostics_every=str(self._diagnostics.every))
-        said.update(skip_nonfinite=str(self._skipped.on))
-        said.update({f"{key}_dtype": str(dtype or "float32") for key, dtype in self._state_dtypes.items()})
+        said.update({option: str(value) for option, value in self._options().items()})
         return {**said, **Hyperparameters.from_group(self.defaults).in_words("by default")}
 
     def description_of_groups(self) -> dict[str, str]:
@@ -137,14 +144,15 @@ class ALTOBase(Optimizer):
 
     def _checked(self, group: dict[str, Any]) -> Hyperparameters:
         """A group's hyperparameters, checked again: schedulers and users change them between steps."""
-        beta1 = check_betas(group["betas"])[0]
+        refuse_in_mid_run(group)
+        beta1 = check_betas(betas_of(group))[0]
         gathered_with = group.get(GRAD_EMA_BETA1, beta1)
         if gathered_with != beta1:
             raise ValueError(
                 f"beta1 was changed from {gathered_with} to {beta1} in mid-run: grad_ema was gathered with the old "
-                "one. Keep betas[0] (a scheduler that cycles momentum must be told cycle_momentum=False), or start "
-                "a new ALTO"
+                "one. Keep betas[0], or start a new ALTO"
             )
+        group[OWN_BETA1] = beta1
         return Hyperparameters.from_group(group)
 
     def _state_of(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyperparameters) -> dict[str, Any]:
@@ -187,6 +195,10 @@ class ALTOBase(Optimizer):
         """
         self._skipped.resolve_pending()
         load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
+        for state in self.state.values():
+            count = state.get(states.STEP)
+            if count is not None and not isinstance(count, torch.Tensor):  # as old optimizers kept it
+                state[states.STEP] = states.new_step() + count
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
         check_saved_by_alto(state_dict, self.param_groups)
@@ -212,7 +224,12 @@ class ALTOBase(Optimizer):
         if "_layouts" not in self.__dict__:
             # Of an ALTO that was pickled before there was a choice.
             self._state_dtypes, self._skipped = {}, SkippedSteps(False)
-            self._model_copies = states.ModelCopies({}, [])
             self._use_layouts({}, ())
         super().__setstate__(state)
+        for group in self.param_groups:
+            for name in OPTIONS:  # 0.1 let them pass, and in checkpoints
+                group.pop(name, None)
+            for name in ADDED_LATER:
+                group.setdefault(name, getattr(Hyperparameters, name))
+            group.setdefault(OWN_BETA1, group["betas"][0])
         self._plans.clear()

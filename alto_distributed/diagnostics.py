@@ -25,7 +25,7 @@ class Reading(NamedTuple):
     """One logical parameter at one step. All norms are of the whole parameter, over all ranks."""
 
     trust_ratio: float
-    """The layer-wise ratio, 1 where there is none."""
+    """The layer-wise ratio; 1 where there is none, 0 in a step whose gradient was 0."""
     param_norm: float
     """|theta| before the step."""
     update_norm: float
@@ -102,5 +102,5 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 def _chunks(shards: Sequence[FlatShard]) -> Iterator[tuple[FlatShard, slice, int]]:
     for shard in shards:
-        for here, slot in chunks(shard):
+        for here, slot, _ in chunks(shard):
             yield shard, here, slot

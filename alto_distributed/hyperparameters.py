@@ -11,8 +11,10 @@ Symbols are those of "Exploring Landscapes for Better Minima along Valleys" (Neu
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import numbers
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,6 +31,28 @@ LARGE_BATCH = 1024
 DEFAULT_LR = 1e-2
 DEFAULT_EPS2 = 1e-6
 DEFAULT_EPS3 = 1e-10
+
+#: Group key: beta1, of the acceleration. Whoever writes Adam's betas into a group (two of them, or momentum into the
+#: first of three) does not change it.
+OWN_BETA1 = "alto_beta1"
+
+#: Group key that OneCycleLR and CyclicLR leave if they cycle momentum, which they write to betas[0], Adam's beta1.
+_CYCLED = "base_momentum"
+
+#: What other optimizers call the same, for hints.
+OTHER_NAMES = {
+    "wd": "weight_decay",
+    "decay_rate": "weight_decay",
+    "alp": "alpha",
+    "learning_rate": "lr",
+    "momentum": "betas",
+    **{f"beta{i}": "betas" for i in ("", 1, 2, 3)},
+    **{f"{name}{i}": "eps" for name in ("eps", "epsilon") for i in ("", 1, 2, 3) if name + str(i) != "eps"},
+    **dict.fromkeys(("max_coeff", "min_coeff", "clamp_value", "trust_ratio_clip"), "trust_clip"),
+    **dict.fromkeys(("debias", "correct_bias"), "bias_correction"),
+}
+
+logger = logging.getLogger("alto_distributed")
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,12 @@ class Hyperparameters:
     bias_correction: bool = True
     """Divide m by 1 - beta2^k and v by 1 - beta3^k. False is the paper's "ALTO Vanilla"."""
 
+    trust_clip: tuple[float, float] | None = None
+    """(low, high): limits of the layer-wise ratio. None for no limits."""
+
+    maximize: bool = False
+    """Climb instead of descend: the gradient is negated."""
+
     def __post_init__(self) -> None:
         check = object.__setattr__  # frozen: normalise what came from JSON or from numpy
         check(self, "lr", check_lr(self.lr))
@@ -68,15 +98,18 @@ class Hyperparameters:
                 f"layerwise={shown(self.layerwise)} is not one of {', '.join(map(repr, LAYERWISE_MODES))}"
                 f"{did_you_mean(self.layerwise, LAYERWISE_MODES)}"
             )
-        if not isinstance(self.bias_correction, bool):
-            raise ValueError(f"bias_correction={shown(self.bias_correction)} must be True or False")
+        for name in ("bias_correction", "maximize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be True or False")
+        check(self, "trust_clip", check_trust_clip(self.trust_clip))
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
         """The checked hyperparameters of a parameter group (other keys are the framework's)."""
         if not isinstance(group.get("decayed", True), bool):
             raise ValueError(f"decayed={shown(group['decayed'])} of a parameter group must be True or False")
-        return cls(**{name: group[name] for name in HYPERPARAMETER_NAMES})
+        values = {name: group[name] for name in HYPERPARAMETER_NAMES if name in group or name not in ADDED_LATER}
+        return cls(**{**values, "betas": betas_of(group)})
 
     def as_group(self) -> dict[str, Any]:
         """The same as a plain dict, the form that parameter groups and checkpoints hold."""
@@ -89,6 +122,42 @@ class Hyperparameters:
 
 
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Hyperparameters))
+
+#: Not in checkpoints of 0.1, which go on with the defaults of these.
+ADDED_LATER = ("trust_clip", "maximize")
+
+
+def is_cycled(group: Mapping[str, Any]) -> bool:
+    """Whether a scheduler writes momentum, the first moment's beta, to the first of a group's betas."""
+    return _CYCLED in group and OWN_BETA1 in group
+
+
+def betas_of(group: Mapping[str, Any]) -> Any:
+    """A group's three betas, not yet checked, also where somebody wrote Adam's."""
+    betas = group["betas"]
+    if is_cycled(group) and _is_sequence(betas, 3):
+        return (group[OWN_BETA1], betas[0], betas[2])
+    return adams_betas(betas, group[OWN_BETA1]) if OWN_BETA1 in group and _is_sequence(betas, 2) else betas
+
+
+_said: set[str] = set()
+
+
+def adams_betas(betas: Sequence[Any], beta1: float = Hyperparameters.betas[0]) -> tuple[Any, Any, Any]:
+    """Adam's (beta1, beta2) as ALTO's last two. It is said once, by the first rank."""
+    if "two betas" not in _said and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "ALTO: betas=%s are two, as Adam has them. They are taken as beta2 and beta3, of the first and the second "
+            "moment, with beta1=%g of the acceleration",
+            shown(betas),
+            beta1,
+        )
+    _said.add("two betas")
+    return (beta1, *betas)
+
+
+def _is_sequence(value: Any, length: int) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == length
 
 
 def recipe(global_batch_size: int) -> dict[str, Any]:
@@ -122,7 +191,7 @@ def check_lr(lr: Any) -> float | torch.Tensor:
     """lr >= 0 and finite. A tensor is taken on trust: reading it could stall a GPU every step."""
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
-            raise ValueError(f"lr as a tensor must hold one number, got shape {tuple(lr.shape)}")
+            raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}; write lr=torch.tensor(0.01)")
         if not lr.is_floating_point() or lr.layout != torch.strided:
             raise ValueError(f"lr as a tensor must hold a floating-point number, got {lr.dtype}, {lr.layout}")
         return lr
@@ -130,10 +199,15 @@ def check_lr(lr: Any) -> float | torch.Tensor:
 
 
 def check_betas(betas: Any) -> tuple[float, float, float]:
-    if isinstance(betas, (str, bytes)) or not isinstance(betas, Sequence) or len(betas) != 3:
+    """Three numbers, or Adam's two."""
+    if _is_sequence(betas, 2):
+        for i, beta in enumerate(betas):
+            check_beta(f"betas[{i}] (beta{i + 2})", beta)
+        betas = adams_betas(betas)
+    if not _is_sequence(betas, 3):
         raise ValueError(
             f"betas={shown(betas)} must be three numbers (beta1 of the acceleration, beta2 of the first moment, "
-            "beta3 of the second); Adam's (b1, b2) are ALTO's (beta2, beta3)"
+            "beta3 of the second), or Adam's two, which are ALTO's (beta2, beta3)"
         )
     beta1, beta2, beta3 = (check_beta(f"betas[{i}] (beta{i + 1})", beta) for i, beta in enumerate(betas))
     return beta1, beta2, beta3
@@ -164,16 +238,29 @@ def check_eps(eps: Any) -> tuple[float, float, float]:
     return eps1, eps2, eps3
 
 
-def refuse_unknown(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_NAMES) -> None:
+def check_trust_clip(limits: Any) -> tuple[float, float] | None:
+    """None, or (low, high) with 0 <= low <= high; high may be infinite."""
+    if limits is None:
+        return None
+    if not _is_sequence(limits, 2):
+        raise ValueError(f"trust_clip={shown(limits)} must be None or two numbers, (low, high), such as (0.01, 10.0)")
+    low = _number("trust_clip[0] (low)", limits[0], low=0.0)
+    high = math.inf if limits[1] == math.inf else _number("trust_clip[1] (high)", limits[1], low=0.0)
+    if low > high:
+        raise ValueError(f"trust_clip={shown(limits)}: low is above high; write ({high:g}, {low:g})")
+    return low, high
+
+
+def refuse_unknown(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_NAMES, whose: str = "ALTO") -> None:
     """Raise for the first name that is not a hyperparameter, with the nearest that is."""
     for name in names:
         raise UnknownHyperparameter(
-            f"{shown(name)} is not a hyperparameter of ALTO{did_you_mean(name, known)} (it has: {', '.join(known)})"
+            f"{shown(name)} is not a hyperparameter of {whose}{_hint(name, known)} (it has: {', '.join(known)})"
         )
 
 
 def refuse_near_misses(names: Iterable[str], known: Sequence[str] = HYPERPARAMETER_NAMES) -> None:
-    """Raise for a name that is almost, but not quite, a hyperparameter.
+    """Raise for a name that is almost a hyperparameter, or another optimizer's name for one.
 
     Parameter groups carry keys of other people's (``initial_lr``, ``wd_mult``, ``name``), so an
     unknown key there is no error by itself; a slip of one or two letters is.
@@ -182,9 +269,16 @@ def refuse_near_misses(names: Iterable[str], known: Sequence[str] = HYPERPARAMET
         if name in known:
             continue
         near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.8)
-        if near and abs(len(near[0]) - len(name)) <= 2:
-            hint = did_you_mean(name, near)
+        if name in OTHER_NAMES or (near and abs(len(near[0]) - len(name)) <= 2):
+            hint = _hint(name, near or known)
             raise UnknownHyperparameter(f"parameter group key {shown(name)} is not a hyperparameter of ALTO{hint}")
+
+
+def _hint(name: Any, known: Sequence[str]) -> str:
+    meant = OTHER_NAMES.get(name) if isinstance(name, str) else None
+    if meant == "betas":
+        return "; did you mean 'betas'? (beta1 of the acceleration, beta2 of the first moment, beta3 of the second)"
+    return f"; did you mean {meant!r}?" if meant in known else did_you_mean(name, known)
 
 
 def _number(name: str, value: Any, *, low: float = -math.inf, below: float = math.inf) -> float:

@@ -22,18 +22,21 @@ from . import states, trust_ratio
 from .base import ALTOBase
 from .diagnostics import Reading
 from .grad_scaler import ScaledStep
-from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, refuse_unknown
+from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from .import_hooks import register_loaded
-from .kernels import Coefficients, FlatShard, Kernel, kernel_for, kernel_with_skip
+from .kernels import Coefficients, Dtypes, FlatShard, Kernel, find_fault, kernel_for, kernel_with_skip
+from .kernels.choice import ACCELERATED, warn_of_fallback
 from .kernels.rounding import seed_of
+from .options import OPTIONS, check_torch_options, refusing_unknown
+from .sharding.collective import anyone_objects
 from .sharding.plan import PlannedTensor, StepPlan
 from .step_inputs import StepInputs, check_fit, checked_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: What the constructor takes besides hyperparameters: choices for all groups, which are not in checkpoints.
-OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype")
+
+_ROUNDED = (states.EXP_AVG, states.GRAD_EMA)
 
 
 class ALTO(ALTOBase):
@@ -44,7 +47,7 @@ class ALTO(ALTOBase):
             override any hyperparameter. It may also say ``"decayed": True`` or ``False`` to be treated
             as such under ``layerwise="decayed"`` whatever its ``weight_decay`` happens to be today.
         lr: learning rate.
-        betas: decays of the acceleration, the first and the second moment.
+        betas: decays of the acceleration, the first and the second moment. Two are Adam's, of the last two.
         alpha: weight of the acceleration, ``|alpha| < 1/(1 - beta1)``. 0 is LAMB, and needs no third state.
         eps: eps1, or the paper's (eps1, eps2, eps3).
         weight_decay: decay inside the update, scaled by the layer-wise ratio.
@@ -52,6 +55,7 @@ class ALTO(ALTOBase):
             "matrices" (two or more dimensions), "all" (the paper's formula to the letter) or "none"
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
+        trust_clip: (low, high), limits of the layer-wise ratio; None for no limits.
         kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
             is no compiler) and "torch" elsewhere; "triton" is for GPUs, and has not run on one yet; "reference" is
             the definition. All give the same result.
@@ -62,6 +66,11 @@ class ALTO(ALTOBase):
             of four bytes over all ranks of the job, which must all call ``step()``; see :attr:`skipped_steps`.
         grad_ema_dtype: "bfloat16" keeps this state in 2 bytes a parameter instead of 4, with stochastic rounding.
         exp_avg_dtype: the same for the first moment.
+        maximize: climb instead of descend.
+        foreach, fused: accepted, since frameworks set them; ``kernel`` says what computes a step.
+        capturable, differentiable: refused unless False.
+
+    Options may also be keys of the parameter groups, the same in all of them.
 
     States are float32 (float64 for float64 parameters), whatever the parameters' precision, and so is all
     arithmetic; a state in bfloat16 is rounded once a step, as it is stored. The optimizer does not clip: the
@@ -71,6 +80,7 @@ class ALTO(ALTOBase):
     #: Read by torch.amp.GradScaler, see grad_scaler.py.
     _step_supports_amp_scaling = True
 
+    @refusing_unknown
     def __init__(
         self,
         params: Iterable[Any],
@@ -82,24 +92,22 @@ class ALTO(ALTOBase):
         *,
         layerwise: str = "decayed",
         bias_correction: bool = True,
+        trust_clip: Sequence[float] | None = None,
         kernel: str = "auto",
         diagnostics_every: int = 0,
         skip_nonfinite: bool = False,
         grad_ema_dtype: str | torch.dtype = "float32",
         exp_avg_dtype: str | torch.dtype = "float32",
-        **unknown: Any,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
-        refuse_unknown(unknown, (*HYPERPARAMETER_NAMES, *OPTIONS))
-        hyper = Hyperparameters(lr, cast(Any, betas), alpha, cast(Any, eps), weight_decay, layerwise, bias_correction)
-        super().__init__(
-            params,
-            hyper,
-            kernel=kernel,
-            diagnostics_every=diagnostics_every,
-            skip_nonfinite=skip_nonfinite,
-            grad_ema_dtype=grad_ema_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-        )
+        given = dict(locals())
+        check_torch_options(given)
+        hyper = Hyperparameters(**{name: given[name] for name in HYPERPARAMETER_NAMES})
+        super().__init__(params, hyper, {name: given[name] for name in OPTIONS})
         trust_ratio.warn_if_nobody_gets_one(self.param_groups)
         register_loaded()
 
@@ -117,12 +125,30 @@ class ALTO(ALTOBase):
             plan = StepPlan(self.param_groups, self._layouts, self._joined)
             names = tuple(plan.norms.slots)
             # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
-            if names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups):
+            agree = names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups)
+            if agree:
                 plan.require_agreement({**self.description(), **self.description_of_groups()})
                 self._agreed.add(names)
+            if self._kernel == "auto":
+                self._prove_kernel(plan.norms.groups if agree else ())
             self._drop_outdated_plans()
             self._plans[key] = plan
         return self._plans[key]
+
+    def _prove_kernel(self, groups: Iterable[ProcessGroup]) -> None:
+        """Whether "auto" may use its kernel for GPUs: all ranks that sum norms together do, or none of them."""
+        in_use: dict[torch.device, set[Dtypes]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.device.type in ACCELERATED:
+                    m, u = (states.state_dtype(param, self._state_dtypes.get(key)) for key in _ROUNDED)
+                    grad = param.dtype if param.grad is None else param.grad.dtype
+                    dtypes = Dtypes(param.dtype, grad, m, u if group["alpha"] != 0 else None)
+                    in_use.setdefault(param.device, set()).add(dtypes)
+        faults = [fault for device, dtypes in in_use.items() if (fault := find_fault(device, dtypes))]
+        if anyone_objects(bool(faults), groups, ACCELERATED) and self._proved:
+            self._proved = False
+            warn_of_fallback(faults[0] if faults else "it failed on another rank, whose warning says why")
 
     def _drop_outdated_plans(self) -> None:
         """A plan keeps its tensors alive, so it goes when nothing else of this optimizer does.
@@ -168,7 +194,9 @@ class ALTO(ALTOBase):
         if scaled is not None:
             grads = scaled.unscaled([grad for *_, grad in ready])
             ready = [(planned, g, i, grad) for (planned, g, i, _), grad in zip(ready, grads, strict=True)]
-        inputs = self._collect(ready, hypers)
+        if any(hyper.maximize for hyper in hypers):
+            ready = [(planned, g, i, -grad if hypers[g].maximize else grad) for planned, g, i, grad in ready]
+        inputs = self._collect(plan, ready, hypers)
         if skip is not None:
             self._skipped.count_later(skip, inputs.counters)
         measured = inputs.over_every_parameter() if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
@@ -181,7 +209,7 @@ class ALTO(ALTOBase):
             partial[device] = plan.norms.zeros(device)
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
 
-        ratio_of_slot, step_sizes = trust_ratio.complete(plan, hypers, partial)
+        ratio_of_slot, step_sizes = trust_ratio.complete(plan, self.param_groups, hypers, partial)
         if measured is not None:
             self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
 
@@ -192,7 +220,7 @@ class ALTO(ALTOBase):
         return loss
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
-        kernel = kernel_for(self._kernel, device)
+        kernel = kernel_for(self._kernel, device, self._proved)
         return kernel if skip is None else kernel_with_skip(kernel, skip[:1].to(device))
 
     def _step_of_groups(self) -> int:
@@ -210,14 +238,17 @@ class ALTO(ALTOBase):
                     check_fit(param, self.state.get(param, {}), self.state_keys)
                     self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
-            kernel_for(self._kernel, device)  # refuses a device that the kernel cannot serve
+            kernel_for(self._kernel, device, self._proved)  # refuses a device that the kernel cannot serve
         return ready
 
     def _collect(
-        self, ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]], hypers: Sequence[Hyperparameters]
+        self,
+        plan: StepPlan,
+        ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]],
+        hypers: Sequence[Hyperparameters],
     ) -> StepInputs:
-        """The flat shards to inputs on, counted as one more step."""
-        inputs = StepInputs()
+        """The flat shards to work on, counted as one more step."""
+        inputs = StepInputs(plan.kept_by_kernels)
         coefficients: dict[tuple[int, int], Coefficients] = {}
         for planned, g, i, grad in ready:
             group, hyper = self.param_groups[g], hypers[g]
@@ -242,8 +273,8 @@ class ALTO(ALTOBase):
                 grad_ema=u,
                 spans=planned.spans(trust_ratio.ratio_for(group, hyper)),
                 coefficients=coefficients[g, k],
-                model_copy=self._model_copies.flat(param),
                 seed=self._seed(param, planned, g, i),
+                place=planned.place,
             )
             inputs.add(shard, planned, k)
         return inputs

@@ -39,7 +39,8 @@ def param_groups(
         weight_decay: of the decayed group. By default the group has none of its own, and gets the optimizer's.
 
     Returns:
-        A list to pass to ``ALTO``, to ``deepspeed.initialize(model_parameters=...)`` and the like.
+        A list to pass to ``ALTO``, to ``deepspeed.initialize(model_parameters=...)`` and the like. The groups have
+        ``param_names``, as ``torch.optim`` keeps them.
 
     Example:
         >>> optimizer = ALTO(param_groups(model), lr=1e-2, weight_decay=1e-4)
@@ -53,8 +54,8 @@ def param_groups(
     else:
         named = model_or_named_params
 
-    decayed: list[torch.Tensor] = []
-    undecayed: list[torch.Tensor] = []
+    decayed: dict[str, torch.Tensor] = {}
+    undecayed: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for pair in named:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
@@ -67,14 +68,14 @@ def param_groups(
             continue
         seen.add(id(parameter))
         is_bias = name.rsplit(".", 1)[-1].endswith("bias")
-        if is_bias or len(whole_shape(parameter)) < 2 or id(parameter) in in_norm_layers:
-            undecayed.append(parameter)
-        else:
-            decayed.append(parameter)
+        if name in decayed or name in undecayed:
+            raise ValueError(f"two parameters have the name {name!r}; a name is one parameter's")
+        is_undecayed = is_bias or len(whole_shape(parameter)) < 2 or id(parameter) in in_norm_layers
+        (undecayed if is_undecayed else decayed)[name] = parameter
 
     own = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = [
-        {"params": decayed, **own},
-        {"params": undecayed, "weight_decay": 0.0},
+        {"params": list(decayed.values()), "param_names": list(decayed), **own},
+        {"params": list(undecayed.values()), "param_names": list(undecayed), "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

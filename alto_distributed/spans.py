@@ -13,10 +13,13 @@ class Span(NamedTuple):
     start: int
     stop: int
     slot: int
-    """Column of ``sums`` and entry of ``step_sizes``; NO_RATIO where the step is plain ``lr``."""
+    """Column of ``sums`` and entry of ``step_sizes``."""
+    ratio: bool = True
+    """Whether |theta|^2 and |r|^2 are wanted. Whether the gradient has a nonzero element is always wanted."""
 
 
-NO_RATIO = -1
+#: Rows of the table of sums: |theta|^2, |r|^2, and a positive number unless all of a parameter's gradient is 0.
+THETA_SQUARED, R_SQUARED, NONZERO = range(SUMS := 3)
 
 #: Types whose elements lie in their own memory. A subclass may have none, or another's.
 PLAIN = (torch.Tensor, torch.nn.Parameter)

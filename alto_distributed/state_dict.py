@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from . import states
 from .errors import shown
-from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from .hyperparameters import ADDED_LATER, HYPERPARAMETER_NAMES, Hyperparameters
 from .sharding import dtensor
 
 
@@ -101,7 +101,7 @@ def check_saved_by_alto(state_dict: Mapping[str, Any], groups: Sequence[Mapping[
     """Raise unless a state_dict is one of ALTO's that fits parameter groups, with every state it should have."""
     check_group_sizes(state_dict, groups)
     for g, group in enumerate(state_dict["param_groups"]):
-        missing = [name for name in HYPERPARAMETER_NAMES if name not in group]
+        missing = [name for name in HYPERPARAMETER_NAMES if name not in group and name not in ADDED_LATER]
         if missing:
             raise ValueError(
                 f"group {g} of the checkpoint has no {', '.join(map(repr, missing))}: it was not saved by ALTO. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -89,27 +88,3 @@ def match_layout(state: torch.Tensor, param: torch.Tensor, chosen: torch.dtype |
     if as_needed and in_memory_order(state, param).is_contiguous():
         return state
     return new_state(param, chosen).copy_(state)
-
-
-class ModelCopies:
-    """bfloat16 copies of parameters, which a step keeps up to date as it goes over the parameters."""
-
-    def __init__(self, copies: Mapping[torch.Tensor, torch.Tensor], params: list[torch.Tensor]) -> None:
-        known = {id(param) for param in params}
-        for param, copy in copies.items():
-            if id(param) not in known:
-                raise ValueError(f"a model copy of shape {tuple(copy.shape)} is for a tensor that is no parameter here")
-            if copy.dtype != torch.bfloat16:
-                raise ValueError(f"a model copy must be bfloat16, not {copy.dtype}")
-            if tuple(copy.shape) != tuple(param.shape) or dtensor.is_dtensor(copy) != dtensor.is_dtensor(param):
-                raise ValueError(
-                    f"a model copy must be shaped and sharded like its parameter: {type(copy).__name__} of "
-                    f"{tuple(copy.shape)} for {type(param).__name__} of {tuple(param.shape)}"
-                )
-            if copy.device != param.device or not in_memory_order(copy, param).is_contiguous():
-                raise ValueError("a model copy must lie on its parameter's device and be laid out in memory like it")
-        self._copies = dict(copies)
-
-    def flat(self, param: torch.Tensor) -> torch.Tensor | None:
-        copy = self._copies.get(param)
-        return None if copy is None else in_memory_order(copy.detach(), param).view(-1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .errors import MisfittingTensor, UnsupportedTensor, refuse_unsupported_gradient
-from .kernels import FlatShard
+from .kernels import Batch, FlatShard
 from .sharding.dtensor import like_parameter, local
 from .sharding.plan import PlannedTensor
 from .spans import PLAIN
@@ -19,7 +19,9 @@ from .spans import PLAIN
 class StepInputs:
     """Filled by ``ALTO._collect``."""
 
-    shards: dict[torch.device, list[FlatShard]] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What kernels keep from step to step, by device; it belongs to the plan."""
+    shards: dict[torch.device, Batch] = field(default_factory=dict)
     planned_tensors: dict[torch.device, list[PlannedTensor]] = field(default_factory=dict)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Parameters that have no flat view, each with the flat copy that is worked on instead."""
@@ -29,8 +31,11 @@ class StepInputs:
     """The number of this step; 0 where there is nothing to do."""
 
     def add(self, shard: FlatShard, planned: PlannedTensor, k: int) -> None:
-        self.shards.setdefault(shard.param.device, []).append(shard)
-        self.planned_tensors.setdefault(shard.param.device, []).append(planned)
+        device = shard.param.device
+        if device not in self.shards:
+            self.shards[device] = Batch((), self.kept.setdefault(device, {}))
+        self.shards[device].append(shard)
+        self.planned_tensors.setdefault(device, []).append(planned)
         self.k = max(self.k, k)
 
     def over_every_parameter(self) -> dict[torch.device, list[FlatShard]]:

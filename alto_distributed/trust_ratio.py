@@ -12,13 +12,14 @@ from .hyperparameters import Hyperparameters
 from .kernels.reference import trust_ratio
 from .sharding.norms import sums_dtype
 from .sharding.plan import StepPlan
+from .spans import NONZERO
 
 
 def ratio_for(group: Mapping[str, Any], hyper: Hyperparameters) -> str:
-    """Which segments of a group get the ratio: "every", "matrices" or "no" segment."""
+    """Which segments of a group get the ratio: "every", "matrices" or "no" segment, or "nothing" if none has sums."""
     if hyper.layerwise == "decayed":
         return "every" if is_decayed(group) else "no"
-    return {"matrices": "matrices", "all": "every", "none": "no"}[hyper.layerwise]
+    return {"matrices": "matrices", "all": "every", "none": "nothing"}[hyper.layerwise]
 
 
 def is_decayed(group: Mapping[str, Any]) -> bool:
@@ -40,19 +41,42 @@ def warn_if_nobody_gets_one(param_groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def complete(
-    plan: StepPlan, hypers: Sequence[Hyperparameters], partial: Mapping[torch.device, torch.Tensor]
+    plan: StepPlan,
+    groups: Sequence[Mapping[str, Any]],
+    hypers: Sequence[Hyperparameters],
+    partial: Mapping[torch.device, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ratio of each slot, and lr times that, from this rank's sums. A slot that nobody summed has ratio 1."""
-    if all(hyper.layerwise == "none" for hyper in hypers):
+    """The ratio of each slot, and lr times that, from this rank's sums.
+
+    A parameter whose whole gradient is 0 has ratio 0: LAMB's ratio would move it by stale momentum at full length.
+    Under "none" there is no ratio, and the step is AdamW's.
+    """
+    count = len(plan.norms.slots)
+    without = [g for g, hyper in enumerate(hypers) if hyper.layerwise == "none"]
+    if len(without) == len(hypers):
         device = next(iter(partial), torch.device("cpu"))
-        ones = torch.ones(len(plan.norms.slots), dtype=sums_dtype(device), device=device)
-        return ones, ones
-    sums = plan.norms.complete(partial)
-    theta_norm, r_norm = sums.sqrt()
-    ratios, step_sizes = torch.ones_like(theta_norm), torch.empty_like(theta_norm)
+        ratios = torch.ones(count, dtype=sums_dtype(device), device=device)
+    else:
+        sums = plan.norms.complete(partial)
+        theta_norm, r_norm = sums[:NONZERO].sqrt()
+        has_gradient = sums[NONZERO] != 0
+        ratios = torch.ones_like(theta_norm)
+        for g, (group, hyper) in enumerate(zip(groups, hypers, strict=True)):
+            slots = plan.slots_with_ratio(g, ratio_for(group, hyper))
+            if len(slots):
+                at = slots.on(sums.device)
+                ratio = trust_ratio(theta_norm[at], r_norm[at], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
+                ratios[at] = ratio if hyper.trust_clip is None else ratio.clamp(*hyper.trust_clip)
+        for g in without:
+            has_gradient[plan.group_slots[g].on(sums.device)] = True
+        ratios = torch.where(has_gradient, ratios, 0.0)
+    step_sizes = torch.empty_like(ratios)
     for hyper, slots in zip(hypers, plan.group_slots, strict=True):
-        index = slots.on(sums.device)
-        ratio = trust_ratio(theta_norm[index], r_norm[index], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
-        ratios[index] = ratio
-        step_sizes[index] = ratio * hyper.lr
+        at = slots.on(ratios.device)
+        step_sizes[at] = ratios[at] * _number(hyper.lr)
     return ratios, step_sizes
+
+
+def _number(lr: float | torch.Tensor) -> float | torch.Tensor:
+    """A number on the host is read here, for nothing; one on a device stays there."""
+    return float(lr) if isinstance(lr, torch.Tensor) and lr.device.type == "cpu" else lr

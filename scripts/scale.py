@@ -134,16 +134,17 @@ def simulate(engine: str, shapes: Shapes, ranks: int, rank: int, tensor: int = 1
             plans.append((plan, optimizer.param_groups))
         startup = time.process_time() - began
 
+        cpu = torch.device("cpu")
         with _counting() as counted:
             for plan, stepped in plans:  # warm: index tensors are made once
                 optimizer.param_groups = stepped
                 hypers = [optimizer._checked(group) for group in stepped]
-                trust_ratio.complete(plan, hypers, {torch.device("cpu"): plan.norms.zeros(torch.device("cpu"))})
+                trust_ratio.complete(plan, stepped, hypers, {cpu: plan.norms.zeros(cpu)})
             counted.clear()
             began = time.process_time()
             for plan, stepped in plans:
                 hypers = [optimizer._checked(group) for group in stepped]
-                trust_ratio.complete(plan, hypers, {torch.device("cpu"): plan.norms.zeros(torch.device("cpu"))})
+                trust_ratio.complete(plan, stepped, hypers, {cpu: plan.norms.zeros(cpu)})
             norms = time.process_time() - began
         return Result(
             parameters=sum(len(plan.norms.slots) for plan, _ in plans),

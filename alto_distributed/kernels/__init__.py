@@ -13,44 +13,21 @@ shards of one device at once, so that it may serve many of them with one launch;
 
 from __future__ import annotations
 
-from typing import cast
-
-import torch
-
-from ..errors import is_one_of, shown
-from . import chunked, reference
-from .cpu import kernel as native
+from .choice import KERNELS, check_kernel, find_fault, kernel_for, kernel_with_skip
+from .proof import Dtypes
 from .protocol import Kernel
-from .shards import Coefficients, FlatShard, Span
-from .skip import SkipIf
-from .triton import step as gpu_step
+from .shards import Batch, Coefficients, FlatShard, Span
 
-__all__ = ["KERNELS", "Coefficients", "FlatShard", "Kernel", "Span", "kernel_for", "kernel_with_skip"]
-
-KERNELS = ("auto", "torch", "reference", "native", "triton")
-
-
-def check_kernel(name: str) -> str:
-    """``name`` if it is a kernel that can be used here; "native" is built for that if it was not yet."""
-    if not is_one_of(name, KERNELS):
-        raise ValueError(f"kernel={shown(name)} is not one of {', '.join(map(repr, KERNELS))}")
-    if name == "native":
-        native.require()
-    return name
-
-
-def kernel_for(name: str, device: torch.device) -> Kernel:
-    """The kernel that serves ``device`` under the user's choice ``name``."""
-    if check_kernel(name) == "reference":
-        return cast(Kernel, reference)
-    if name == "native" or (name == "auto" and device.type == "cpu" and native.available()):
-        return cast(Kernel, native)
-    # Not by "auto" until it has been seen to be right on a GPU: so far it has run in Triton's interpreter alone.
-    if name == "triton":
-        return gpu_step.kernel_on(device)
-    return cast(Kernel, chunked)
-
-
-def kernel_with_skip(kernel: Kernel, skip: torch.Tensor) -> Kernel:
-    """``kernel``, but nothing changes if ``skip``, on its device, is not 0. The host does not read it."""
-    return kernel.unless(skip) if isinstance(kernel, gpu_step.TritonKernel) else SkipIf(kernel, skip)
+__all__ = [
+    "KERNELS",
+    "Batch",
+    "Coefficients",
+    "Dtypes",
+    "FlatShard",
+    "Kernel",
+    "Span",
+    "check_kernel",
+    "find_fault",
+    "kernel_for",
+    "kernel_with_skip",
+]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
-from .shards import NO_RATIO, Coefficients, FlatShard
+from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard
 
 # Buffers of 5 MiB beside 5 MiB of operands stay in a CPU's last-level cache. Much smaller chunks are slower:
 # torch splits an operation over threads only from 32K elements on, and each costs microseconds to start.
@@ -63,9 +63,10 @@ def chunk_length(device: torch.device) -> int:
 def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
     for shard, scratch in _with_scratch(shards, sums.dtype):
         c = shard.coefficients
-        for here, slot in chunks(shard):
+        for here, slot, ratio in chunks(shard):
             v = shard.exp_avg_sq[here]
             d = scratch.in_full("gradient", shard.grad[here])
+            sums[NONZERO, slot].add_(d.count_nonzero())
             if shard.grad_ema is not None:
                 d = _adapt(d, shard.grad_ema[here], shard, here.start, scratch)
             m = scratch.in_full("m", shard.exp_avg[here]).lerp_(d, 1 - c.beta2)
@@ -73,11 +74,11 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
             if shard.exp_avg.dtype != m.dtype:
                 store(shard.exp_avg[here], m, key_of(shard, EXP_AVG_BITS), here.start)
                 m.copy_(shard.exp_avg[here])  # phase two will read the rounded one
-            if slot != NO_RATIO:
+            if ratio:
                 theta = scratch.in_full("theta", shard.param[here])
                 r, factor = _direction(theta, m, v, c, scratch)
-                sums[0, slot].add_(scratch.sum_of_squares(theta))
-                sums[1, slot].add_(scratch.sum_of_squares(r), alpha=factor * factor)
+                sums[THETA_SQUARED, slot].add_(scratch.sum_of_squares(theta))
+                sums[R_SQUARED, slot].add_(scratch.sum_of_squares(r), alpha=factor * factor)
 
 
 def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
@@ -87,21 +88,17 @@ def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: N
         dtype = shard.exp_avg_sq.dtype
         if dtype not in narrow:
             narrow[dtype] = step_sizes.to(dtype)
-        lr = c.lr.to(step_sizes.device, dtype).reshape(()) if isinstance(c.lr, torch.Tensor) else c.lr
-        for here, slot in chunks(shard):
+        for here, slot, _ in chunks(shard):
             target = shard.param[here]
             theta = scratch.in_full("theta", target)
             m = scratch.in_full("m", shard.exp_avg[here])
             r, factor = _direction(theta, m, shard.exp_avg_sq[here], c, scratch)
-            step_size = lr if slot == NO_RATIO else narrow[dtype][slot]
-            if isinstance(step_size, torch.Tensor):
-                theta.addcmul_(r, step_size, value=-factor)
-            else:
-                theta.sub_(r, alpha=step_size * factor)
+            step_size = narrow[dtype][slot]
+            if c.eps1 == 0:
+                r.masked_fill_(step_size == 0, 0.0)  # 0/0 where there has been no gradient yet
+            theta.addcmul_(r, step_size, value=-factor)
             if theta.dtype != target.dtype:
                 target.copy_(theta)
-            if shard.model_copy is not None:
-                shard.model_copy[here].copy_(theta)
 
 
 def _adapt(g: torch.Tensor, u: torch.Tensor, shard: FlatShard, start: int, scratch: _Scratch) -> torch.Tensor:
@@ -133,12 +130,12 @@ def _direction(
     return torch.mul(theta, c.weight_decay, out=r).addcdiv_(m, denominator, value=scale), 1.0
 
 
-def chunks(shard: FlatShard) -> Iterator[tuple[slice, int]]:
-    """The spans of a shard with their slots, cut to the length of the buffers."""
+def chunks(shard: FlatShard) -> Iterator[tuple[slice, int, bool]]:
+    """The spans of a shard with their slots and whether these get a ratio, cut to the length of the buffers."""
     length = chunk_length(shard.param.device)
-    for start, stop, slot in shard.spans:
+    for start, stop, slot, ratio in shard.spans:
         for low in range(start, stop, length):
-            yield slice(low, min(low + length, stop)), slot
+            yield slice(low, min(low + length, stop)), slot, ratio
 
 
 def _with_scratch(shards: Sequence[FlatShard], sums_dtype: torch.dtype | None) -> Iterator[tuple[FlatShard, _Scratch]]:

@@ -14,14 +14,16 @@ class Kernel(Protocol):
     """What every kernel provides."""
 
     def phase_one(self, shards: Sequence[FlatShard], sums: torch.Tensor) -> Any:
-        """Update grad_ema, exp_avg and exp_avg_sq in place, and add |theta|^2 and |r|^2 of every span to ``sums``.
+        """Update grad_ema, exp_avg and exp_avg_sq in place, and add to ``sums`` what every span has in its slot.
+
+        The rows of ``sums`` are |theta|^2, |r|^2, and a positive number if an element of the gradient is not 0.
 
         Returns:
             What it has prepared for phase two, or None.
         """
 
     def phase_two(self, shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: Any = None) -> None:
-        """Recompute r and do theta -= step_sizes[slot] * r.
+        """Recompute r and do theta -= step_sizes[slot] * r. A step size of 0 leaves theta as it is.
 
         Args:
             shards: those of phase one, not changed in between (their tensors' contents may be).

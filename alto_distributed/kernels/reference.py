@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
-from .shards import NO_RATIO, Coefficients, FlatShard
+from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard
 
 
 def adapt_gradient(
@@ -66,7 +66,7 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
     for shard in shards:
         c = shard.coefficients
         dtype = shard.exp_avg_sq.dtype
-        for start, stop, slot in shard.spans:
+        for start, stop, slot, ratio in shard.spans:
             here = slice(start, stop)
             v = shard.exp_avg_sq[here]
             g, m, theta = (t[here].to(dtype) for t in (shard.grad, shard.exp_avg, shard.param))
@@ -76,22 +76,21 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
                 store(shard.grad_ema[here], u, key_of(shard, GRAD_EMA_BITS), start)
             store(shard.exp_avg[here], c.beta2 * m + (1 - c.beta2) * d, key_of(shard, EXP_AVG_BITS), start)
             v.copy_(c.beta3 * v + (1 - c.beta3) * d**2)
-            if slot != NO_RATIO:
+            sums[NONZERO, slot] += g.count_nonzero()
+            if ratio:
                 r = direction(theta, shard.exp_avg[here].to(dtype), v, c)  # of the m that is kept: phase two's
-                sums[0, slot] += theta.to(sums.dtype).square().sum()
-                sums[1, slot] += r.to(sums.dtype).square().sum()
+                sums[THETA_SQUARED, slot] += theta.to(sums.dtype).square().sum()
+                sums[R_SQUARED, slot] += r.to(sums.dtype).square().sum()
 
 
 def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
     for shard in shards:
         c = shard.coefficients
         dtype = shard.exp_avg_sq.dtype
-        for start, stop, slot in shard.spans:
+        for start, stop, slot, _ in shard.spans:
             here = slice(start, stop)
             m, v = shard.exp_avg[here].to(dtype), shard.exp_avg_sq[here]
             theta = shard.param[here].to(dtype)
-            step_size = c.lr if slot == NO_RATIO else step_sizes[slot]
-            theta = theta - step_size * direction(theta, m, v, c)
-            shard.param[here] = theta.to(shard.param.dtype)
-            if shard.model_copy is not None:
-                shard.model_copy[here] = theta.to(shard.model_copy.dtype)
+            moved = theta - step_sizes[slot] * direction(theta, m, v, c)
+            # 0 is "stay": also where r is not a number.
+            shard.param[here] = torch.where(step_sizes[slot] == 0, theta, moved).to(shard.param.dtype)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..hyperparameters import Hyperparameters
-from ..spans import NO_RATIO, Span
+from ..spans import NONZERO, R_SQUARED, SUMS, THETA_SQUARED, Span
 
-__all__ = ["NO_RATIO", "Coefficients", "FlatShard", "Span"]
+__all__ = ["NONZERO", "R_SQUARED", "SUMS", "THETA_SQUARED", "Batch", "Coefficients", "FlatShard", "Span", "batch_of"]
 
 
 @dataclass(frozen=True)
 class Coefficients:
     """All that phase one and phase two need besides tensors, for one group at one step k."""
 
-    lr: float | torch.Tensor
     alpha: float
     beta1: float
     beta2: float
@@ -35,11 +36,8 @@ class Coefficients:
     def at_step(cls, hyper: Hyperparameters, k: int) -> Coefficients:
         """The numbers of step k = 1, 2, ..."""
         beta1, beta2, beta3 = hyper.betas
-        # A number on the host is read here, for nothing. Kernels would copy it to the device, once a shard.
-        on_host = isinstance(hyper.lr, torch.Tensor) and hyper.lr.device.type == "cpu"
         corrected = hyper.bias_correction
         return cls(
-            lr=float(hyper.lr) if on_host else hyper.lr,
             alpha=hyper.alpha,
             beta1=beta1,
             beta2=beta2,
@@ -57,7 +55,7 @@ class Coefficients:
         return root / self.correction2, self.eps1 * root
 
 
-@dataclass
+@dataclass(slots=True)
 class FlatShard:
     """One flat local tensor with its gradient and states; all one-dimensional and of one length.
 
@@ -73,7 +71,31 @@ class FlatShard:
     """None where alpha is 0 and always was: then the adapted gradient is the gradient."""
     spans: tuple[Span, ...]
     coefficients: Coefficients
-    model_copy: torch.Tensor | None = None
-    """bfloat16: where phase two also puts the new ``param``, rounded to nearest."""
     seed: int = 0
     """Of stochastic rounding: the same on all replicas, another for every tensor."""
+    place: int = 0
+    """Of its tensor in the plan of a step; kernels keep what they know about it under this number."""
+
+
+class Batch(list[FlatShard]):
+    """The shards of one step on one device, with what kernels keep from step to step about those of the same plan.
+
+    Args:
+        shards: each with a ``place`` of its own.
+        kept: stays with the plan. It holds no tensor of the model, so that memory which an engine moves or frees is
+            free. Steps of one plan need not have the same shards: those without a gradient are left out.
+    """
+
+    def __init__(self, shards: Iterable[FlatShard] = (), kept: dict[Any, Any] | None = None) -> None:
+        super().__init__(shards)
+        self.kept: dict[Any, Any] = {} if kept is None else kept
+
+
+def batch_of(shards: Iterable[FlatShard]) -> Batch:
+    """``shards`` itself, or a batch of them that keeps nothing."""
+    if isinstance(shards, Batch):
+        return shards
+    batch = Batch(shards)
+    for place, shard in enumerate(batch):
+        shard.place = place
+    return batch

@@ -32,7 +32,7 @@ class SkipIf:
 
     def phase_two(self, shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
         for shard, here in _shards_of_a_chunk(shards):
-            with self._kept([t[here] for t in (shard.param, shard.model_copy) if t is not None]):
+            with self._kept([shard.param[here]]):
                 self._kernel.phase_two([shard], step_sizes)
 
     @contextmanager
@@ -45,5 +45,5 @@ class SkipIf:
 
 def _shards_of_a_chunk(shards: Sequence[FlatShard]) -> Iterator[tuple[FlatShard, slice]]:
     for shard in shards:
-        for here, slot in chunks(shard):
-            yield replace(shard, spans=(Span(here.start, here.stop, slot),)), here
+        for here, slot, ratio in chunks(shard):
+            yield replace(shard, spans=(Span(here.start, here.stop, slot, ratio),)), here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,22 @@ def gathered_sum(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     received = [torch.empty_like(sent) for _ in range(group.size())]
     dist.all_gather(received, sent, group=group)
     return torch.stack([piece.to(counts.device).view(torch.int64) for piece in received]).sum(0)
+
+
+def anyone_objects(objects: bool, groups: Iterable[ProcessGroup], device_types: Container[str]) -> bool:
+    """Whether this rank, or any rank of the groups, objects to something. Waits for the device.
+
+    Args:
+        objects: whether this rank does.
+        groups: each is asked, if it communicates on a device of one of ``device_types``: so all of its ranks are.
+        device_types: of the devices that it is about.
+    """
+    for group in groups:
+        home = home_of(group)
+        if home.type in device_types:
+            found = torch.full((1,), float(objects), dtype=torch.float32, device=home)
+            objects = bool(all_reduce(found, group, "MAX").item())
+    return objects
 
 
 def device_for(device: torch.device, group: ProcessGroup) -> torch.device:

@@ -1,6 +1,7 @@
 """Norms of whole logical parameters from the sums of squares of their pieces.
 
-All parameters of a step share one small table, ``sums[2, slots]``: |theta|^2 in row 0, |r|^2 in row 1.
+All parameters of a step share one small table, ``sums[3, slots]``: |theta|^2 in row 0, |r|^2 in row 1, and in row 2
+a positive number unless the whole gradient is 0.
 Each distinct process group costs one all-reduce of the columns whose pieces lie over it, however many
 parameters there are. Nothing is read back by the host.
 """
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..spans import SUMS
 from .collective import all_reduce as _all_reduce
 from .collective import gathered_sum, home_of
 from .layout import LogicalParameter
@@ -71,7 +73,7 @@ class NormTable:
                     columns.setdefault(group, []).append(slot)
         self._reductions = [(group, SlotIndex(slots)) for group, slots in columns.items()]
 
-    def zeros(self, device: torch.device, rows: int = 2) -> torch.Tensor:
+    def zeros(self, device: torch.device, rows: int = SUMS) -> torch.Tensor:
         return torch.zeros(rows, len(self.slots), dtype=sums_dtype(device), device=device)
 
     @property
@@ -100,7 +102,7 @@ class NormTable:
             counts[index] = gathered_sum(counts[index], group)
         return counts
 
-    def complete(self, partial: Mapping[torch.device, torch.Tensor], rows: int = 2) -> torch.Tensor:
+    def complete(self, partial: Mapping[torch.device, torch.Tensor], rows: int = SUMS) -> torch.Tensor:
         """The sums over this rank's devices (it may have none) and over every process group."""
         tables = list(partial.values()) or [self.zeros(self._home(), rows)]
         # An accelerator, if there is one, receives the others' few bytes rather than waiting for the host.

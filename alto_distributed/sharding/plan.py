@@ -6,29 +6,40 @@ or one sub-group, after the other), so there is one plan for each set.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import MisfittingTensor
-from ..spans import NO_RATIO, Span
+from ..spans import Span
 from . import dtensor
 from .agreement import describe_parameters, require_agreement, require_whole
-from .layout import LogicalParameter, ShardLayout
+from .layout import LogicalParameter, Segment, ShardLayout
 from .norms import NormTable, SlotIndex
 
 
 class PlannedTensor:
-    """The layout of one tensor of a parameter group, and the slots of its segments."""
+    """The layout of one tensor of a parameter group, and the slots of its segments.
 
-    def __init__(self, layout: ShardLayout, slots: Mapping[str, int]) -> None:
+    Args:
+        layout: of the tensor.
+        slots: by the names of parameters.
+        place: of the tensor among all of the plan.
+    """
+
+    def __init__(self, layout: ShardLayout, slots: Mapping[str, int], place: int) -> None:
         self.layout = layout
+        self.place = place
         self._slot_of = slots
         self._spans: dict[str, tuple[Span, ...]] = {}
 
     def spans(self, ratio_for: str) -> tuple[Span, ...]:
-        """Spans to work on; ``ratio_for`` says which get a ratio: "every", "matrices" or "no" segment."""
+        """Spans to work on; ``ratio_for`` says which get a ratio: "every", "matrices" or "no" segment.
+
+        "nothing" asks for no sums at all: spans that touch each other are one, in the slot of the first.
+        """
         if ratio_for not in self._spans:
             self._spans[ratio_for] = self._merge(ratio_for)
         return self._spans[ratio_for]
@@ -39,22 +50,26 @@ class PlannedTensor:
             yield grad
         else:
             flat = grad.reshape(-1)
-            for start, stop, _ in self.spans("no"):
-                yield flat[start:stop]
+            for span in self.spans("nothing"):
+                yield flat[span.start : span.stop]
 
     def _merge(self, ratio_for: str) -> tuple[Span, ...]:
         spans: list[Span] = []
         for segment in sorted(self.layout.segments, key=lambda s: s.start):
             if segment.length == 0:
                 continue
-            has_ratio = ratio_for == "every" or (ratio_for == "matrices" and len(segment.parameter.shape) >= 2)
-            slot = self._slot_of[segment.parameter.name] if has_ratio else NO_RATIO
+            slot = self._slot_of[segment.parameter.name]
             stop = segment.start + segment.length
-            if spans and spans[-1].slot == slot and spans[-1].stop == segment.start:
+            touches = bool(spans) and spans[-1].stop == segment.start
+            if touches and (ratio_for == "nothing" or spans[-1].slot == slot):
                 spans[-1] = spans[-1]._replace(stop=stop)
             else:
-                spans.append(Span(segment.start, stop, slot))
+                spans.append(Span(segment.start, stop, slot, _gets_ratio(segment, ratio_for)))
         return tuple(spans)
+
+
+def _gets_ratio(segment: Segment, ratio_for: str) -> bool:
+    return ratio_for == "every" or (ratio_for == "matrices" and len(segment.parameter.shape) >= 2)
 
 
 class StepPlan:
@@ -68,7 +83,7 @@ class StepPlan:
     ) -> None:
         resolved: list[list[tuple[torch.Tensor, ShardLayout]]] = []
         for g, group in enumerate(groups):
-            names = group.get("param_names") or [""] * len(group["params"])
+            names = _names(group) or [""] * len(group["params"])
             resolved.append(
                 [
                     # The position makes the name unique and the same on every rank.
@@ -81,11 +96,25 @@ class StepPlan:
         self.labels = _labels(groups, resolved, layouts)
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
         self.norms = NormTable([*everything, *joined])
-        self.groups = [[PlannedTensor(layout, self.norms.slots) for _, layout in group] for group in resolved]
+        places = itertools.count()
+        self.groups = [
+            [PlannedTensor(layout, self.norms.slots, next(places)) for _, layout in group] for group in resolved
+        ]
         self.group_slots = [
             SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
             for group in resolved
         ]
+        self._slots_with_ratio: dict[tuple[int, str], SlotIndex] = {}
+        self.kept_by_kernels: dict[Any, Any] = {}
+        """See :class:`..kernels.shards.Batch`."""
+
+    def slots_with_ratio(self, g: int, ratio_for: str) -> SlotIndex:
+        """Those of group ``g``; see :meth:`PlannedTensor.spans`."""
+        if (g, ratio_for) not in self._slots_with_ratio:
+            segments = (segment for planned in self.groups[g] for segment in planned.layout.segments)
+            names = {segment.parameter.name for segment in segments if _gets_ratio(segment, ratio_for)}
+            self._slots_with_ratio[g, ratio_for] = SlotIndex(self.norms.slots[name] for name in names)
+        return self._slots_with_ratio[g, ratio_for]
 
     def require_agreement(self, common: Mapping[str, str]) -> None:
         """Raise, on all ranks, if those that sum norms together do not agree; see :mod:`.agreement`.
@@ -113,11 +142,17 @@ def _labels(
             for segment in layout.segments:
                 name = segment.parameter.name
                 if tensor not in layouts:
-                    names = group.get("param_names")
-                    labels[name] = names[i] if names else f"param_groups[{g}][{i}]"
+                    names = _names(group)
+                    labels[name] = names[i] if names else f"parameter {i} of group {g}"
                 else:
                     labels[name] = name
     return labels
+
+
+def _names(group: Mapping[str, Any]) -> list[str] | None:
+    """The names of a group's parameters, unless an engine has put other tensors in their place."""
+    names: list[str] | None = group.get("param_names")
+    return names if names is not None and len(names) == len(group["params"]) else None
 
 
 def check_length(tensor: torch.Tensor, layout: ShardLayout) -> None:

@@ -13,6 +13,7 @@ MODULES = ",".join(
         "megatron_parallel",
         "megatron_precision",
         "nonfinite_megatron",
+        "zero_gradients_megatron",
         "agreement_megatron",
         "megatron_checkpoints",
         "megatron_overlap",

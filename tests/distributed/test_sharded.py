@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.cases import every_case
 from tests.helpers.launcher import check
 
-SHARDED = "sharded,nonfinite,agreement"
+SHARDED = "sharded,nonfinite,agreement,zero_gradients"
 CHECKPOINTS, PROPERTY, SOAK = (
     "checkpoints",
     "property",

@@ -9,12 +9,14 @@ import torch
 
 
 class PaperALTO:
-    def __init__(self, theta, *, lr, betas, alpha, eps, weight_decay, ratio=True, one_at_zero=True, debias=True):
+    def __init__(
+        self, theta, *, lr, betas, alpha, eps, weight_decay, ratio=True, one_at_zero=True, debias=True, zero_stays=True
+    ):
         self.theta = theta.detach().clone().double()
         self.lr, self.alpha, self.wd = lr, alpha, weight_decay
         self.b1, self.b2, self.b3 = betas
         self.e1, self.e2, self.e3 = eps
-        self.ratio, self.one_at_zero, self.debias = ratio, one_at_zero, debias
+        self.ratio, self.one_at_zero, self.debias, self.zero_stays = ratio, one_at_zero, debias, zero_stays
         zero = torch.zeros_like(self.theta)
         self.k, self.a, self.g_prev, self.m, self.v = 0, zero, zero, zero, zero
 
@@ -28,7 +30,8 @@ class PaperALTO:
         m_hat = self.m / (1 - self.b2**self.k) if self.debias else self.m
         v_hat = self.v / (1 - self.b3**self.k) if self.debias else self.v
         r = m_hat / (v_hat.sqrt() + self.e1) + self.wd * self.theta
-        self.theta = self.theta - self.lr * self._ratio(r) * r
+        if g.any() or not self.zero_stays:  # shared/alto.md, "Zero gradients"
+            self.theta = self.theta - self.lr * self._ratio(r) * r
         self.g_prev = g
         return self.theta
 

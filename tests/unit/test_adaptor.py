@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from alto_distributed import ALTO, E, param_groups
 
@@ -243,3 +244,77 @@ def test_alpha_zero_is_the_base_optimizer():
     ours, theirs = pair()
     adapted = E(torch.optim.Adam(ours.parameters()), alpha=0)
     assert_same(train(ours, adapted, 10), train(theirs, torch.optim.Adam(theirs.parameters()), 10))
+
+
+# -- for clients of torch.optim ----------------------------------------------------------------------
+
+
+def test_hooks_fire_once():
+    """Those for all optimizers too, around E's step, with the gradient as it was."""
+    model, _ = pair()
+    optimizer = E(torch.optim.SGD(model.parameters(), lr=0.1))
+    (model(X) - Y).square().mean().backward()
+    gradient = model[0].weight.grad.clone()
+    seen = []
+
+    def hook(name):
+        return lambda o, *_: seen.append((name, o is optimizer, torch.equal(model[0].weight.grad, gradient)))
+
+    handles = [
+        register_optimizer_step_pre_hook(hook("global pre")),
+        register_optimizer_step_post_hook(hook("global post")),
+        optimizer.register_step_pre_hook(hook("pre")),
+        optimizer.register_step_post_hook(hook("post")),
+        optimizer.base.register_step_pre_hook(hook("base")),
+    ]
+    try:
+        optimizer.step()
+        expected = [("global pre", True, True), ("pre", True, True), ("base", False, False)]
+        expected += [("post", True, True), ("global post", True, True)]
+        assert seen == expected
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # hooks for all optimizers are still there
+        assert [name for name, *_ in seen[5:]] == ["global pre", "global post"]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_class_for_clients_that_take_one():
+    ours, theirs = pair()
+    made = E.of(torch.optim.AdamW)
+    assert made is E.of(torch.optim.AdamW)
+    assert issubclass(made, E)
+    assert made.__name__ == "EAdamW"
+    optimizer = made(ours.parameters(), lr=0.01, weight_decay=0.1, alpha=-2.0, beta1=0.9)
+    plain = E(torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.1), alpha=-2.0, beta1=0.9)
+    assert_same(train(ours, optimizer, 5), train(theirs, plain, 5))
+    for clone in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        model, again = clone((ours, optimizer))
+        assert type(again) is made
+        assert_same(train(model, again, 2), train(*copy.deepcopy((ours, optimizer)), 2))
+
+
+def test_a_class_of_a_base_with_an_alpha_of_its_own():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = E.of(torch.optim.RMSprop)([p], lr=0.1, alpha=0.9, e_alpha=-0.5, beta1=0.5)
+    (group,) = optimizer.param_groups
+    assert (group["alpha"], group["e_alpha"], group["e_beta1"]) == (0.9, -0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: E.of(E), "E of E has no meaning"),
+        (lambda: E.of(E.of(torch.optim.SGD)), "ESGD is adapted already"),
+        (lambda: E.of(torch.nn.Linear), "takes a class of optimizers such as torch.optim.AdamW, got <class"),
+        (lambda: E.of("AdamW"), "takes a class of optimizers such as torch.optim.AdamW, got 'AdamW'"),
+        (
+            lambda: E.of(torch.optim.SGD)([nn.Parameter(torch.ones(1))], momentun=0.9),
+            "'momentun' is not a hyperparameter of E of SGD; did you mean 'momentum'",
+        ),
+        (lambda: E.of(torch.optim.SGD)([nn.Parameter(torch.ones(1))], alpha=-200), "alpha=-200 is out of range"),
+    ],
+)
+def test_a_class_refuses_what_it_cannot_do(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

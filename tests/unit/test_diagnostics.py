@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from alto_distributed import ALTO, LogicalParameter, ShardLayout
+from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from alto_distributed.diagnostics import Diagnostics
 from tests.helpers.oracle import PaperALTO
 
@@ -50,8 +50,26 @@ def test_off_by_default_and_not_copied():
     off.step()
     assert off.diagnostics() == {}
     on.step()
-    assert set(on.diagnostics()) == {"param_groups[0][0]"}
+    assert set(on.diagnostics()) == {"parameter 0 of group 0"}
     assert copy.deepcopy(on).diagnostics() == {}
+
+
+def test_parameters_have_their_names():
+    """A reading of "param_groups[0][0]" told nobody which parameter it was."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    for groups in (param_groups(model), list(model.named_parameters()), [{"params": list(model.named_parameters())}]):
+        optimizer = ALTO(groups, diagnostics_every=1)
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        assert set(optimizer.diagnostics()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    optimizer = ALTO(param_groups(model), diagnostics_every=1)
+    added = nn.Parameter(torch.ones(2))
+    added.grad = torch.ones(2)
+    optimizer.add_param_group({"params": added})  # without a name
+    optimizer.step()
+    assert "parameter 0 of group 2" in optimizer.diagnostics()
+    with pytest.raises(ValueError, match="two parameters have the name 'w'"):
+        param_groups([("w", nn.Parameter(torch.ones(1))), ("w", nn.Parameter(torch.ones(1)))])
 
 
 def test_measuring_changes_nothing():
@@ -72,7 +90,7 @@ def test_lamb_has_no_acceleration():
     p.grad = torch.randn(3, 3)
     optimizer = ALTO([p], alpha=0, diagnostics_every=1)
     optimizer.step()
-    assert optimizer.diagnostics()["param_groups[0][0]"].acceleration == 0.0
+    assert optimizer.diagnostics()["parameter 0 of group 0"].acceleration == 0.0
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, "10", True, None])

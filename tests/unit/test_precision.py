@@ -42,7 +42,7 @@ def test_norms_keep_their_digits_over_1e8_elements():
     n = 100_000_000
     theta, g = torch.full((n,), 0.1), torch.full((n,), 0.3)
     c = Coefficients.at_step(Hyperparameters(alpha=0.0, weight_decay=0.5), 1)
-    sums = torch.zeros(2, 1, dtype=torch.float64)
+    sums = torch.zeros(3, 1, dtype=torch.float64)
     piece = FlatShard(theta, g, torch.zeros(n), torch.zeros(n), None, (Span(0, n, 0),), c)
     chunked.phase_one([piece], sums)
     r = 1.0 / (1 + 1e-6 / 0.3) + 0.5 * 0.1  # m^ / (sqrt v^ + eps1) = g / (|g| + eps1)

@@ -1,6 +1,7 @@
 """States in bfloat16: the generator of stochastic rounding, the same bits in every kernel, saving and loading."""
 
 import copy
+import ctypes
 import io
 import pickle
 import struct
@@ -113,7 +114,7 @@ def a_piece(n, *, seed=9, k=3, ema=torch.bfloat16, m=torch.bfloat16, spans=None,
 def run(kernel, piece):
     tensors = ("param", "grad", "exp_avg", "exp_avg_sq", "grad_ema")
     piece = replace(piece, **{name: getattr(piece, name).clone() for name in tensors})
-    sums = torch.zeros(2, 1, dtype=torch.float64)
+    sums = torch.zeros(3, 1, dtype=torch.float64)
     kernel.phase_one([piece], sums)
     kernel.phase_two([piece], torch.tensor([0.01], dtype=torch.float64))
     return piece, sums
@@ -127,7 +128,7 @@ def test_every_kernel_draws_the_same_bits(dtypes, k):
     """torch and C agree to the bit. The reference computes in another order; where its float32 value is another,
     the same draw mostly still gives the same bfloat16, and a wrong draw would differ in half of them."""
     n = 70000  # more than one block, one piece of the generator's work, and not a multiple of anything
-    piece = a_piece(n, k=k, spans=[(3, 40001, 0), (40010, n - 1, -1)], **dtypes)
+    piece = a_piece(n, k=k, spans=[(3, 40001, 0), (40010, n - 1, 0, False)], **dtypes)
     results = {name: run(kernel, piece) for name, kernel in KERNELS.items()}
     truth, truth_sums = results["reference"]
     for name in ("torch", "native"):
@@ -170,11 +171,11 @@ def test_infinity_and_nan_stay_what_they_are(kernel):
 def test_indices_beyond_32_bits_in_c():
     """A tensor of 2^32 elements would not fit here; a span that claims to lie there draws the bits of there."""
     piece = a_piece(100)
-    spans, blocks, threads = native._spans([piece])
-    struct.pack_into("@q", spans, struct.calcsize("@6Pq"), 2**32 - 40)  # Span.index of alto.c
-    totals = torch.zeros(2, 1, dtype=torch.float64)
+    prepared = native._prepare([piece])
+    struct.pack_into("@q", prepared.spans, struct.calcsize("@5P2q"), 2**32 - 40)  # Span.index of alto.c
+    totals = torch.zeros(3, 1, dtype=torch.float64)
     before = piece.grad_ema.float()
-    native._call("alto_phase_one", spans, blocks, threads, totals[0], totals[1])
+    native._call("alto_phase_one", prepared, totals, ctypes.c_int64(1))
     c = piece.coefficients
     expected = torch.empty(100, dtype=torch.bfloat16)
     u = before.lerp(piece.grad, 1 - c.beta1)

@@ -1,4 +1,4 @@
-/* The two phases of ALTO on the CPU, in plain C. native.py calls it, native_build.py compiles it.
+/* The two phases of ALTO on the CPU, in plain C. kernel.py calls it, build.py compiles it.
 
    A step moves every operand through memory once a phase: 48 bytes a parameter with float32 states, and that
    is what it should cost. Phase one therefore is one loop over vectors, in which divisions and square roots
@@ -6,7 +6,7 @@
    the first-level cache. All other loops are plain, for the compiler to vectorise.
 
    The results depend neither on the number of threads nor on the width of vectors:
-   - each operation on a state is the one that update/chunked.py asks torch for, fused where torch fuses
+   - each operation on a state is the one that kernels/chunked.py asks torch for, fused where torch fuses
      (fma below) and nowhere else (-ffp-contract=off), so the states of the two agree to the bit;
    - squares are added up in 8 float64 lanes over blocks of fixed size, counted from the start of the span,
      and the blocks of a span are added in order by one thread. A vector of 16 is two turns of the 8 lanes. */
@@ -25,6 +25,7 @@
 #define LANES 8     /* of the sums; divides TILE, which divides BLOCK */
 #define TAKEN 4     /* blocks that a thread takes at a time */
 #define MAX_THREADS 256
+#define ROWS 3 /* of the table of sums: |theta|^2, |r|^2, how many elements of the gradient are not 0 */
 
 #ifdef __AVX512F__
 #define WIDTH 16 /* elements of a vector; a multiple of LANES */
@@ -34,30 +35,38 @@
 #define WIDE 4
 #endif
 
-/* One span of a piece; SPAN of native.py, field by field. */
+/* The numbers of one step, for spans that share them; NUMBERS of kernel.py, field by field. */
 typedef struct {
-    const void *grad;
+    double rho, beta1, beta2, beta3, eps, scale, weight_decay;
+    int64_t step;
+} Numbers;
+
+/* One span of a shard; SPAN of kernel.py, field by field. */
+typedef struct {
+    const void *grad; /* NULL: the span is not in this step */
     void *param;
     void *exp_avg;
     float *exp_avg_sq;
-    void *grad_ema;       /* NULL where alpha is 0 and always was */
-    uint16_t *model_copy; /* NULL, or where the bfloat16 copy of param goes */
+    void *grad_ema; /* NULL where alpha is 0 and always was */
+    int64_t numbers; /* which of them */
     int64_t length;
-    int64_t index; /* of the span's first element in the piece: what the bits of rounding hang on */
-    int64_t slot;  /* negative: no sums wanted */
+    int64_t index; /* of the span's first element in the shard: what the bits of rounding hang on */
+    int64_t slot;
     int64_t first_block;
-    double rho, beta1, beta2, beta3, eps, scale, weight_decay, lr;
-    uint32_t grad_ema_key, exp_avg_key;
+    uint32_t seed;
+    int32_t ratio; /* whether the squares of theta and r are wanted */
     int32_t grad_is_bf16, param_is_bf16, exp_avg_is_bf16, grad_ema_is_bf16;
 } Span;
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef float Half __attribute__((vector_size(4 * WIDE)));
 typedef double Wide __attribute__((vector_size(8 * WIDE)));
+typedef int32_t Counts __attribute__((vector_size(4 * WIDTH)));
 
 typedef struct {
     Wide theta[LANES / WIDE], r[LANES / WIDE];
-} Squares;
+    Counts nonzero; /* elements of the gradient that are not 0; BLOCK at most */
+} Sums;
 
 /* The blocks that are one thread's to begin with; next is the first that nobody has taken yet. A cache line each. */
 typedef struct {
@@ -67,8 +76,9 @@ typedef struct {
 
 typedef struct {
     const Span *spans;
+    const Numbers *numbers;
     int64_t n_spans, n_blocks;
-    double *block_sums;       /* phase one: two a block */
+    double *block_sums;       /* phase one: ROWS a block */
     const double *step_sizes; /* phase two: one a slot */
 } Job;
 
@@ -79,6 +89,8 @@ typedef struct {
 } Worker;
 
 int64_t alto_span_size(void) { return (int64_t)sizeof(Span); }
+
+int64_t alto_numbers_size(void) { return (int64_t)sizeof(Numbers); }
 
 int64_t alto_block(void) { return BLOCK; }
 
@@ -202,13 +214,18 @@ static inline uint16_t nearest_bf16(float x) {
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
 }
 
-/* The generator of update/rounding.py. */
+/* The generator of kernels/rounding.py. */
 static inline uint32_t mix(uint32_t x) {
     x ^= x >> 16;
     x *= 0x7feb352du;
     x ^= x >> 15;
     x *= 0x846ca68bu;
     return x ^ (x >> 16);
+}
+
+/* Of one state of a shard at one step: 0 is grad_ema, 1 is exp_avg. */
+static inline uint32_t key_of(const Span *s, const Numbers *c, uint32_t which) {
+    return mix(mix(s->seed + 0x9e3779b9u * (uint32_t)c->step) + which);
 }
 
 static inline uint16_t stochastic_bf16(float x, uint32_t noise) {
@@ -248,14 +265,14 @@ static void store_stochastic(uint16_t *restrict to, const float *restrict from, 
    - moments: u, m and v are to become those of this step;
    - ratio: the squares of theta and r are wanted.
    n is a multiple of WIDTH. */
-static inline __attribute__((always_inline)) void loop(int n, const Span *s, const float *restrict g, float *restrict u,
-                                                       float *restrict m, float *restrict v,
-                                                       const float *restrict theta, Squares *squares, const int ema,
+static inline __attribute__((always_inline)) void loop(int n, const Numbers *c, const float *restrict g,
+                                                       float *restrict u, float *restrict m, float *restrict v,
+                                                       const float *restrict theta, Sums *total, const int ema,
                                                        const int moments, const int ratio) {
-    const Weight to_ema = weight_of(s->rho), w1 = weight_of(1 - s->beta1), w2 = weight_of(1 - s->beta2);
-    const Vector b3 = all(s->beta3), w3 = all(1 - s->beta3);
-    const Vector eps = all(s->eps), scale = all(s->scale), decay = all(s->weight_decay);
-    Squares sums = *squares;
+    const Weight to_ema = weight_of(c->rho), w1 = weight_of(1 - c->beta1), w2 = weight_of(1 - c->beta2);
+    const Vector b3 = all(c->beta3), w3 = all(1 - c->beta3);
+    const Vector eps = all(c->eps), scale = all(c->scale), decay = all(c->weight_decay);
+    Sums sums = *total;
     for (int i = 0; i < n; i += WIDTH) {
         Vector d = {0}, old_u = {0}, here = {0}, new_m = load_ahead(m + i), new_v = load_ahead(v + i);
         if (moments) d = load_ahead(g + i);
@@ -263,6 +280,7 @@ static inline __attribute__((always_inline)) void loop(int n, const Span *s, con
         if (ratio) here = load_ahead(theta + i);
         LOADS_BEFORE_STORES;
         if (moments) {
+            sums.nonzero -= d != 0; /* true is -1; a NaN is not 0 */
             if (ema) {
                 Vector gradient = d;
                 d = lerp(gradient, old_u, to_ema);
@@ -278,29 +296,29 @@ static inline __attribute__((always_inline)) void loop(int n, const Span *s, con
             add_squares(sums.r, decay * here + (scale * new_m) / (vector_sqrt(new_v) + eps));
         }
     }
-    *squares = sums;
+    *total = sums;
 }
 
-static void whole_vectors(int n, const Span *s, const float *g, float *u, float *m, float *v, const float *theta,
-                          Squares *squares, int moments, int ratio) {
+static void whole_vectors(int n, const Numbers *c, const float *g, float *u, float *m, float *v, const float *theta,
+                          Sums *sums, int moments, int ratio) {
     if (!moments)
-        loop(n, s, g, u, m, v, theta, squares, 0, 0, 1);
+        loop(n, c, g, u, m, v, theta, sums, 0, 0, 1);
     else if (u && ratio)
-        loop(n, s, g, u, m, v, theta, squares, 1, 1, 1);
+        loop(n, c, g, u, m, v, theta, sums, 1, 1, 1);
     else if (u)
-        loop(n, s, g, u, m, v, theta, squares, 1, 1, 0);
+        loop(n, c, g, u, m, v, theta, sums, 1, 1, 0);
     else if (ratio)
-        loop(n, s, g, u, m, v, theta, squares, 0, 1, 1);
+        loop(n, c, g, u, m, v, theta, sums, 0, 1, 1);
     else
-        loop(n, s, g, u, m, v, theta, squares, 0, 1, 0);
+        loop(n, c, g, u, m, v, theta, sums, 0, 1, 0);
 }
 
 /* The last, incomplete vector takes a detour through buffers in which the rest are numbers that add nothing. */
-static void vectors(int n, const Span *s, const float *g, float *u, float *m, float *v, const float *theta,
-                    Squares *squares, int moments, int ratio) {
+static void vectors(int n, const Numbers *c, const float *g, float *u, float *m, float *v, const float *theta,
+                    Sums *sums, int moments, int ratio) {
     int whole = n - n % WIDTH;
     size_t rest = sizeof(float) * (size_t)(n - whole);
-    whole_vectors(whole, s, g, u, m, v, theta, squares, moments, ratio);
+    whole_vectors(whole, c, g, u, m, v, theta, sums, moments, ratio);
     if (rest == 0) return;
     float last_g[WIDTH] = {0}, last_u[WIDTH] = {0}, last_m[WIDTH] = {0}, last_theta[WIDTH] = {0}, last_v[WIDTH];
     store(last_v, all(1)); /* with eps1 = 0 it is divided by */
@@ -309,37 +327,37 @@ static void vectors(int n, const Span *s, const float *g, float *u, float *m, fl
     if (moments) memcpy(last_g, g + whole, rest);
     if (moments && u) memcpy(last_u, u + whole, rest);
     if (ratio) memcpy(last_theta, theta + whole, rest);
-    whole_vectors(WIDTH, s, last_g, u ? last_u : NULL, last_m, last_v, last_theta, squares, moments, ratio);
+    whole_vectors(WIDTH, c, last_g, u ? last_u : NULL, last_m, last_v, last_theta, sums, moments, ratio);
     if (!moments) return;
     memcpy(m + whole, last_m, rest);
     memcpy(v + whole, last_v, rest);
     if (u) memcpy(u + whole, last_u, rest);
 }
 
-static void tile_of_phase_one(const Span *s, int64_t at, int n, Squares *squares) {
+static void tile_of_phase_one(const Span *s, const Numbers *c, int64_t at, int n, Sums *sums) {
     float buffer_g[TILE], buffer_u[TILE], buffer_m[TILE], buffer_theta[TILE];
     const float *g = as_float(s->grad, s->grad_is_bf16, at, n, buffer_g);
     float *u = s->grad_ema ? as_float(s->grad_ema, s->grad_ema_is_bf16, at, n, buffer_u) : NULL;
     float *m = as_float(s->exp_avg, s->exp_avg_is_bf16, at, n, buffer_m);
     float *v = s->exp_avg_sq + at;
-    int ratio = s->slot >= 0;
+    int ratio = s->ratio;
     const float *theta = ratio ? as_float(s->param, s->param_is_bf16, at, n, buffer_theta) : NULL;
     uint64_t index = (uint64_t)(s->index + at);
-    vectors(n, s, g, u, m, v, theta, squares, 1, ratio && !s->exp_avg_is_bf16);
-    if (u && s->grad_ema_is_bf16) store_stochastic((uint16_t *)s->grad_ema + at, u, n, s->grad_ema_key, index);
+    vectors(n, c, g, u, m, v, theta, sums, 1, ratio && !s->exp_avg_is_bf16);
+    if (u && s->grad_ema_is_bf16) store_stochastic((uint16_t *)s->grad_ema + at, u, n, key_of(s, c, 0), index);
     if (s->exp_avg_is_bf16) {
-        store_stochastic((uint16_t *)s->exp_avg + at, m, n, s->exp_avg_key, index);
+        store_stochastic((uint16_t *)s->exp_avg + at, m, n, key_of(s, c, 1), index);
         as_float(s->exp_avg, 1, at, n, buffer_m); /* phase two will read the rounded one: r is made of that */
-        if (ratio) vectors(n, s, g, u, m, v, theta, squares, 0, 1);
+        if (ratio) vectors(n, c, g, u, m, v, theta, sums, 0, 1);
     }
 }
 
-static void tile_of_phase_two(const Span *s, double step_size, int64_t at, int n) {
+static void tile_of_phase_two(const Span *s, const Numbers *c, double step_size, int64_t at, int n) {
     float buffer_m[TILE], buffer_theta[TILE];
     const float *restrict m = as_float(s->exp_avg, s->exp_avg_is_bf16, at, n, buffer_m);
     const float *restrict v = s->exp_avg_sq + at;
     float *restrict theta = as_float(s->param, s->param_is_bf16, at, n, buffer_theta);
-    float eps = (float)s->eps, scale = (float)s->scale, decay = (float)s->weight_decay;
+    float eps = (float)c->eps, scale = (float)c->scale, decay = (float)c->weight_decay;
     float minus_step = -(float)step_size;
     int i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
@@ -352,7 +370,6 @@ static void tile_of_phase_two(const Span *s, double step_size, int64_t at, int n
         theta[i] = fma_as_torch(minus_step, r, theta[i]);
     }
     if (s->param_is_bf16) store_nearest((uint16_t *)s->param + at, theta, n);
-    if (s->model_copy) store_nearest(s->model_copy + at, theta, n);
 }
 
 /* ---- blocks and threads -------------------------------------------------------------------------------- */
@@ -383,19 +400,24 @@ static void do_block(const Job *job, int64_t block) {
     const Span *s = span_of(job, block);
     int64_t at = (block - s->first_block) * BLOCK;
     int64_t stop = at + BLOCK < s->length ? at + BLOCK : s->length;
-    Squares squares;
-    memset(&squares, 0, sizeof squares);
+    const Numbers *c = &job->numbers[s->numbers];
+    Sums sums;
+    memset(&sums, 0, sizeof sums);
+    if (!s->grad || (job->step_sizes && job->step_sizes[s->slot] == 0)) stop = at;
     int length = converts(s) ? TILE : BLOCK; /* each end of a loop is a pause in the stream from memory */
     for (; at < stop; at += length) {
         int n = stop - at < length ? (int)(stop - at) : length;
         if (job->block_sums)
-            tile_of_phase_one(s, at, n, &squares);
+            tile_of_phase_one(s, c, at, n, &sums);
         else
-            tile_of_phase_two(s, s->slot < 0 ? s->lr : job->step_sizes[s->slot], at, n);
+            tile_of_phase_two(s, c, job->step_sizes[s->slot], at, n);
     }
     if (job->block_sums) {
-        job->block_sums[2 * block] = sum_of_lanes(squares.theta);
-        job->block_sums[2 * block + 1] = sum_of_lanes(squares.r);
+        double *here = job->block_sums + ROWS * block;
+        here[0] = sum_of_lanes(sums.theta);
+        here[1] = sum_of_lanes(sums.r);
+        here[2] = 0;
+        for (int i = 0; i < WIDTH; i++) here[2] += sums.nonzero[i];
     }
 }
 
@@ -433,29 +455,26 @@ static void run(const Job *job, int64_t wanted) {
     for (int i = 1; i < started; i++) pthread_join(others[i], NULL);
 }
 
-/* theta_sums and r_sums have an entry a slot. Returns 0, or -1 if there was no memory for the blocks' sums. */
-int alto_phase_one(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t threads, double *theta_sums,
-                   double *r_sums) {
+/* sums has ROWS rows of an entry a slot. Returns 0, or -1 if there was no memory for the blocks' sums. */
+int alto_phase_one(const Span *spans, const Numbers *numbers, int64_t n_spans, int64_t n_blocks, int64_t threads,
+                   double *sums, int64_t slots) {
     if (n_blocks == 0) return 0;
-    Job job = {spans, n_spans, n_blocks, malloc(sizeof(double) * 2 * (size_t)n_blocks), NULL};
+    Job job = {spans, numbers, n_spans, n_blocks, malloc(sizeof(double) * ROWS * (size_t)n_blocks), NULL};
     if (!job.block_sums) return -1;
     run(&job, threads);
     for (int64_t i = 0; i < n_spans; i++) {
         int64_t end = i + 1 < n_spans ? spans[i + 1].first_block : n_blocks;
-        if (spans[i].slot < 0) continue;
-        double theta = 0, r = 0;
-        for (int64_t block = spans[i].first_block; block < end; block++) {
-            theta += job.block_sums[2 * block];
-            r += job.block_sums[2 * block + 1];
-        }
-        theta_sums[spans[i].slot] += theta;
-        r_sums[spans[i].slot] += r;
+        double total[ROWS] = {0};
+        for (int64_t block = spans[i].first_block; block < end; block++)
+            for (int row = 0; row < ROWS; row++) total[row] += job.block_sums[ROWS * block + row];
+        for (int row = 0; row < ROWS; row++) sums[row * slots + spans[i].slot] += total[row];
     }
     free(job.block_sums);
     return 0;
 }
 
-void alto_phase_two(const Span *spans, int64_t n_spans, int64_t n_blocks, int64_t threads, const double *step_sizes) {
-    Job job = {spans, n_spans, n_blocks, NULL, step_sizes};
+void alto_phase_two(const Span *spans, const Numbers *numbers, int64_t n_spans, int64_t n_blocks, int64_t threads,
+                    const double *step_sizes) {
+    Job job = {spans, numbers, n_spans, n_blocks, NULL, step_sizes};
     if (n_blocks > 0) run(&job, threads);
 }

@@ -162,6 +162,7 @@ def _load(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     try:
         loaded.alto_span_size.restype = ctypes.c_int64
+        loaded.alto_numbers_size.restype = ctypes.c_int64
         loaded.alto_block.restype = ctypes.c_int64
     except AttributeError as error:
         raise OSError(f"{path} lacks a function: {error}") from error

@@ -19,8 +19,7 @@ import torch
 
 from ...spans import PLAIN
 from .. import chunked
-from ..rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of
-from ..shards import FlatShard
+from ..shards import FlatShard, Span, batch_of
 from . import build as native_build
 from .build import NativeUnavailable
 
@@ -31,8 +30,11 @@ _MANY = 100_000_000
 _ELEMENTS_A_THREAD = 1 << 16
 
 
-# ``Span`` of alto.c, field by field: six pointers, four int64, eight doubles, two keys, four flags.
-SPAN = struct.Struct("@6P4q8d2I4i")
+# ``Span`` and ``Numbers`` of alto.c, field by field. What a step changes of a span comes first.
+_POINTERS = "5Pq"
+SPAN = struct.Struct(f"@{_POINTERS}4qI5i")
+NUMBERS = struct.Struct("@7dq")
+_CHANGES = struct.Struct(f"@{_POINTERS}")
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,7 +46,7 @@ def _library() -> ctypes.CDLL | NativeUnavailable:
         return error
     except OSError as error:
         return NativeUnavailable(f"its library cannot be used: {error}")
-    if loaded.alto_span_size() != SPAN.size:
+    if (loaded.alto_span_size(), loaded.alto_numbers_size()) != (SPAN.size, NUMBERS.size):
         return NativeUnavailable("the C compiler lays out structures in an unknown way")
     loaded.alto_phase_one.restype = ctypes.c_int
     loaded.alto_phase_two.restype = None
@@ -76,26 +78,102 @@ def available() -> bool:
 
 def serves(shard: FlatShard) -> bool:
     """Whether C can work on these tensors where they are."""
-    return (
-        shard.exp_avg_sq.dtype == torch.float32
-        and (shard.model_copy is None or shard.model_copy.dtype == torch.bfloat16)
-        and all(map(_is_plain, _tensors(shard)))
-    )
+    return shard.exp_avg_sq.dtype == torch.float32 and all(map(_is_plain, _tensors(shard)))
 
 
 def _tensors(shard: FlatShard) -> tuple[torch.Tensor | None, ...]:
     """In the order of alto.c."""
-    return shard.grad, shard.param, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema, shard.model_copy
+    return shard.grad, shard.param, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema
 
 
 def _is_plain(t: torch.Tensor | None) -> bool:
     return t is None or (type(t) in PLAIN and t.dtype in _STATES and t.is_cpu and t.is_contiguous() and not t.is_neg())
 
 
+class Spans:
+    """The records of all spans that have stepped so far. Those that are not in a step are not touched in it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Shape] = {}
+        """By place."""
+        self._records: dict[int, list[tuple[int, int]]] = {}
+        """By place, of each span: where its record is, and its first element."""
+        self.spans = bytearray()
+        self.blocks = 0
+
+    def update(self, shards: Sequence[FlatShard]) -> bytearray:
+        """Bring the records up to date; gives the numbers that they refer to."""
+        shapes = [_shape_of(shard) for shard in shards]
+        if any(self._known.get(shard.place) != shape for shard, shape in zip(shards, shapes, strict=True)):
+            self._known.update((shard.place, shape) for shard, shape in zip(shards, shapes, strict=True))
+            self._write()
+        if len(shards) < len(self._known):
+            for place in self._known.keys() - {shard.place for shard in shards}:
+                for at, _ in self._records[place]:
+                    _CHANGES.pack_into(self.spans, at, 0, 0, 0, 0, 0, 0)
+        rows: dict[int, int] = {}
+        numbers = bytearray()
+        for shard in shards:
+            c = shard.coefficients
+            row = rows.get(id(c))
+            if row is None:
+                row = rows[id(c)] = len(rows)
+                scale, eps = c.scale_and_eps()
+                rho = -c.alpha * (1 - c.beta1)
+                numbers += NUMBERS.pack(rho, c.beta1, c.beta2, c.beta3, eps, scale, c.weight_decay, c.step)
+            grad, param, m, v, u = shard.grad, shard.param, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema
+            places = grad.data_ptr(), param.data_ptr(), m.data_ptr(), v.data_ptr(), 0 if u is None else u.data_ptr()
+            for at, start in self._records[shard.place]:
+                if start == 0:
+                    _CHANGES.pack_into(self.spans, at, *places, row)
+                else:
+                    moved = (
+                        address + start * t.itemsize if t is not None else 0
+                        for address, t in zip(places, (grad, param, m, v, u), strict=True)
+                    )
+                    _CHANGES.pack_into(self.spans, at, *moved, row)
+        return numbers
+
+    def _write(self) -> None:
+        """What no step changes, for all shards that are known."""
+        block = _found().alto_block()
+        self.spans = bytearray(SPAN.size * sum(len(shape.spans) for shape in self._known.values()))
+        at = self.blocks = 0
+        self._records = {}
+        for place, shape in self._known.items():
+            self._records[place] = records = []
+            halves = (shape.grad, shape.param, shape.exp_avg, shape.grad_ema)
+            flags = [dtype == torch.bfloat16 for dtype in halves]
+            for start, stop, slot, ratio in shape.spans:
+                length = stop - start
+                SPAN.pack_into(self.spans, at, *(0,) * 6, length, start, slot, self.blocks, shape.seed, ratio, *flags)
+                records.append((at, start))
+                at += SPAN.size
+                self.blocks += -(-length // block)
+
+
+class _Shape(NamedTuple):
+    """Of a shard, what no step changes."""
+
+    spans: tuple[Span, ...]
+    seed: int
+    param: torch.dtype
+    grad: torch.dtype
+    exp_avg: torch.dtype
+    grad_ema: torch.dtype | None
+
+
+def _shape_of(shard: FlatShard) -> _Shape:
+    u = shard.grad_ema
+    dtypes = shard.param.dtype, shard.grad.dtype, shard.exp_avg.dtype, None if u is None else u.dtype
+    return _Shape(shard.spans, shard.seed & 0xFFFFFFFF, *dtypes)
+
+
 class Prepared(NamedTuple):
     """What C is to do, and what it leaves to torch. It costs some microseconds a shard, so phase two reuses it."""
 
     spans: bytearray
+    numbers: bytearray
     blocks: int
     threads: int
     others: list[FlatShard]
@@ -104,8 +182,8 @@ class Prepared(NamedTuple):
 def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> Prepared:
     prepared = _prepare(shards)
     # The sums are added up here, so that sums of any precision and place in memory will do.
-    totals = torch.zeros(2, sums.shape[1], dtype=torch.float64, device="cpu")
-    if _call("alto_phase_one", prepared.spans, prepared.blocks, prepared.threads, totals[0], totals[1]):
+    totals = torch.zeros(sums.shape, dtype=torch.float64, device="cpu")
+    if _call("alto_phase_one", prepared, totals, ctypes.c_int64(sums.shape[1])):
         raise MemoryError("no memory for the sums of ALTO's blocks")
     sums += totals.to(sums.dtype)
     chunked.phase_one(prepared.others, sums)
@@ -116,45 +194,21 @@ def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: P
     if prepared is None:
         prepared = _prepare(shards)
     wide = step_sizes.detach().to("cpu", torch.float64).contiguous()
-    _call("alto_phase_two", prepared.spans, prepared.blocks, prepared.threads, wide)
+    _call("alto_phase_two", prepared, wide)
     chunked.phase_two(prepared.others, step_sizes)
 
 
 def _prepare(shards: Sequence[FlatShard]) -> Prepared:
-    ours: list[FlatShard] = []
-    others: list[FlatShard] = []
-    for shard in shards:
-        (ours if serves(shard) else others).append(shard)
-    return Prepared(*_spans(ours), others)
-
-
-def _spans(shards: Sequence[FlatShard]) -> tuple[bytearray, int, int]:
-    """The records of all spans, the number of their blocks, and of the threads that these are worth."""
-    block = _found().alto_block()
-    spans = bytearray(SPAN.size * sum(len(shard.spans) for shard in shards))
-    at, blocks, elements = 0, 0, 0
-    numbers_of: dict[int, tuple[float, ...]] = {}
-    for shard in shards:
-        c = shard.coefficients  # the same for all shards of a group
-        if id(c) not in numbers_of:
-            scale, eps = c.scale_and_eps()
-            rho, lr = -c.alpha * (1 - c.beta1), float(c.lr)
-            numbers_of[id(c)] = (rho, c.beta1, c.beta2, c.beta3, eps, scale, c.weight_decay, lr)
-        tensors = _tensors(shard)
-        places = [(0, 0) if t is None else (t.data_ptr(), t.itemsize) for t in tensors]
-        grad, param, exp_avg, _, grad_ema, _ = (size == 2 for _, size in places)
-        keys = key_of(shard, GRAD_EMA_BITS) if grad_ema else 0, key_of(shard, EXP_AVG_BITS) if exp_avg else 0
-        rest = (*numbers_of[id(c)], *keys, grad, param, exp_avg, grad_ema)
-        for start, stop, slot in shard.spans:
-            pointers = [address + start * size for address, size in places] if start else [a for a, _ in places]
-            SPAN.pack_into(spans, at, *pointers, stop - start, start, slot, blocks, *rest)
-            at += SPAN.size
-            blocks += -(-(stop - start) // block)
-            elements += stop - start
+    batch = batch_of(shards)
+    ours = [shard for shard in batch if serves(shard)]
+    others = [] if len(ours) == len(batch) else [shard for shard in batch if not serves(shard)]
+    table = batch.kept.setdefault("native", Spans())
+    numbers = table.update(ours)
+    elements = sum(shard.param.numel() for shard in ours)
     threads = torch.get_num_threads()
     if threads == 1 and elements > _MANY:
         _warn_of_one_thread()
-    return spans, blocks, min(threads, 1 + elements // _ELEMENTS_A_THREAD)
+    return Prepared(table.spans, numbers, table.blocks, min(threads, 1 + elements // _ELEMENTS_A_THREAD), others)
 
 
 @functools.lru_cache(maxsize=1)
@@ -168,11 +222,14 @@ def _warn_of_one_thread() -> None:
         )
 
 
-def _call(name: str, spans: bytearray, blocks: int, threads: int, *numbers: torch.Tensor) -> Any:
+def _call(name: str, prepared: Prepared, numbers: torch.Tensor, *rest: Any) -> Any:
     long = ctypes.c_int64
-    place = (ctypes.c_char * len(spans)).from_buffer(spans)
-    addresses = (ctypes.c_void_p(t.data_ptr()) for t in numbers)
-    return getattr(_found(), name)(place, long(len(spans) // SPAN.size), long(blocks), long(threads), *addresses)
+    spans, rows = ((ctypes.c_char * len(table)).from_buffer(table) for table in (prepared.spans, prepared.numbers))
+    count = len(prepared.spans) // SPAN.size
+    address = ctypes.c_void_p(numbers.data_ptr())
+    return getattr(_found(), name)(
+        spans, rows, long(count), long(prepared.blocks), long(prepared.threads), address, *rest
+    )
 
 
 def _found() -> ctypes.CDLL:

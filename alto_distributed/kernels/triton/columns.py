@@ -12,23 +12,22 @@ CHUNK_COLUMNS = 6
     FIRST_TILE,  # the tile, counted from the piece's element 0, in which the chunk begins
     LOW,  # its elements are [LOW, HIGH) of the piece
     HIGH,
-    SLOT,  # column of sums and entry of step_sizes, or NO_RATIO
-    TOTAL,  # row of the table of totals, or -1 without a slot
+    SLOT,  # column of sums and entry of step_sizes
+    PLACE,  # column of the table of partial sums
 ) = range(CHUNK_COLUMNS)
 
-# One row a slot that a launch adds to: which programs have partial sums of it. int64.
-TOTAL_COLUMNS = 2
-FIRST_PROGRAM, PROGRAMS = range(TOTAL_COLUMNS)
+# One row a slot: which partial sums are its own. int64.
+TOTAL_COLUMNS = 3
+FIRST_PLACE, PLACES, TOTAL_SLOT = range(TOTAL_COLUMNS)
 
 # One row a piece. int64; addresses are of element 0.
-PIECE_COLUMNS = 9
+PIECE_COLUMNS = 8
 (
     PARAM,
-    GRAD,
+    GRAD,  # 0 where the piece is not in this step
     EXP_AVG,
     EXP_AVG_SQ,
     GRAD_EMA,  # 0 where there is none
-    MODEL_COPY,  # 0 where there is none
     ALIGNED,  # 1 if all of these are multiples of ALIGNMENT bytes
     SEED,  # of the rounding of low-precision states
     COEFFICIENTS,  # row of the table of coefficients
@@ -37,9 +36,8 @@ PIECE_COLUMNS = 9
 ALIGNMENT = 16  # bytes; the widest load or store of a thread
 
 # One row for the pieces that share a group and a step. float64; a kernel rounds each to float32 as it reads it.
-COEFFICIENT_COLUMNS = 12
+COEFFICIENT_COLUMNS = 11
 (
-    LR,
     ALPHA,
     ONE_MINUS_BETA1,
     BETA2,

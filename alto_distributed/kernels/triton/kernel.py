@@ -2,7 +2,7 @@
 # ruff: noqa: SIM300
 # To a type checker the bodies below are not Python: Triton compiles them, and knows its own types. To the linter a
 # name in capitals is a constant that belongs on the right; here it is a parameter known when the kernel is compiled.
-"""The two Triton kernels: one launch each serves all pieces that are alike in their dtypes.
+"""The Triton kernels: one launch of each phase serves all pieces that are alike in their dtypes.
 
 A program takes one chunk: neighbouring elements of one span. It goes over them tile by tile; tiles that
 lie wholly inside the chunk, in pieces whose tensors are all aligned, with the widest loads and stores
@@ -11,9 +11,12 @@ from tables (``columns``); addresses are numbers in a table, so one launch reach
 tensors. All that changes from step to step is read from memory too: nothing is compiled anew, and a graph
 that replays the launches sees the new values.
 
-Sums are the same to the bit from run to run. A program leaves its partial sums, float64, in a place of its
-own and counts itself; the last one of a slot adds up all places in their order. Which program is the last
-changes from run to run, the order of the addition does not, and no float is ever added by an atomic.
+Sums are the same to the bit from run to run, and rest on no order between programs. A program leaves its partial
+sums, float64, in a place of its own. A second, tiny launch (:func:`finish`) adds up the places of each slot in their
+order. There is no atomic operation and no fence.
+
+A piece that is not in a step has no gradient address. Its programs find nothing to do. So tables serve steps in which
+some gradients are missing, as those of experts without tokens.
 
 No ``from __future__ import annotations`` here: Triton reads the annotations.
 """
@@ -29,11 +32,12 @@ _FIRST_TILE = tl.constexpr(columns.FIRST_TILE)
 _LOW = tl.constexpr(columns.LOW)
 _HIGH = tl.constexpr(columns.HIGH)
 _SLOT = tl.constexpr(columns.SLOT)
-_TOTAL = tl.constexpr(columns.TOTAL)
+_PLACE = tl.constexpr(columns.PLACE)
 _CHUNK_COLUMNS = tl.constexpr(columns.CHUNK_COLUMNS)
 
-_FIRST_PROGRAM = tl.constexpr(columns.FIRST_PROGRAM)
-_PROGRAMS = tl.constexpr(columns.PROGRAMS)
+_FIRST_PLACE = tl.constexpr(columns.FIRST_PLACE)
+_PLACES = tl.constexpr(columns.PLACES)
+_TOTAL_SLOT = tl.constexpr(columns.TOTAL_SLOT)
 _TOTAL_COLUMNS = tl.constexpr(columns.TOTAL_COLUMNS)
 
 _PARAM = tl.constexpr(columns.PARAM)
@@ -41,13 +45,11 @@ _GRAD = tl.constexpr(columns.GRAD)
 _EXP_AVG = tl.constexpr(columns.EXP_AVG)
 _EXP_AVG_SQ = tl.constexpr(columns.EXP_AVG_SQ)
 _GRAD_EMA = tl.constexpr(columns.GRAD_EMA)
-_MODEL_COPY = tl.constexpr(columns.MODEL_COPY)
 _ALIGNED = tl.constexpr(columns.ALIGNED)
 _SEED = tl.constexpr(columns.SEED)
 _COEFFICIENTS = tl.constexpr(columns.COEFFICIENTS)
 _PIECE_COLUMNS = tl.constexpr(columns.PIECE_COLUMNS)
 
-_LR = tl.constexpr(columns.LR)
 _ALPHA = tl.constexpr(columns.ALPHA)
 _ONE_MINUS_BETA1 = tl.constexpr(columns.ONE_MINUS_BETA1)
 _BETA2 = tl.constexpr(columns.BETA2)
@@ -112,7 +114,8 @@ def _tile_of_phase_one(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Updates the states of a tile; gives theta and r of it as float64, with zeros outside of the chunk."""
+    """Updates the states of a tile; gives theta and r of it as float64, and whether g is not 0, with zeros outside of
+    the chunk."""
     tile = tl.cast(tile, tl.int64)  # a loop of the interpreter counts in plain numbers
     low, high = chunk
     param, grad, exp_avg, exp_avg_sq, grad_ema = addresses
@@ -121,6 +124,7 @@ def _tile_of_phase_one(
     index = tile * TILE + tl.arange(0, TILE)
     inside = (index >= low) & (index < high)
     d = load(grad, tile, inside, GRAD, TILE, WIDE)
+    nonzero = (d != 0.0).to(tl.int32)  # a NaN is not 0 either
     m = load(exp_avg, tile, inside, EXP_AVG, TILE, WIDE)
     v = load(exp_avg_sq, tile, inside, tl.float32, TILE, WIDE)
     theta = load(param, tile, inside, PARAM, TILE, WIDE)
@@ -149,7 +153,7 @@ def _tile_of_phase_one(
     r = _direction(theta, m, v, of_direction)
     if not WIDE:
         r = tl.where(inside, r, 0.0)  # 0/0 where eps1 is 0
-    return theta.to(tl.float64), r.to(tl.float64)
+    return theta.to(tl.float64), r.to(tl.float64), nonzero
 
 
 @triton.jit
@@ -161,13 +165,12 @@ def _tile_of_phase_two(
     step_size,
     PARAM: tl.constexpr,
     EXP_AVG: tl.constexpr,
-    MODEL_COPY: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     tile = tl.cast(tile, tl.int64)  # a loop of the interpreter counts in plain numbers
     low, high = chunk
-    param, exp_avg, exp_avg_sq, model_copy = addresses
+    param, exp_avg, exp_avg_sq = addresses
     index = tile * TILE + tl.arange(0, TILE)
     inside = (index >= low) & (index < high)
     theta = load(param, tile, inside, PARAM, TILE, WIDE)
@@ -175,16 +178,15 @@ def _tile_of_phase_two(
     v = load(exp_avg_sq, tile, inside, tl.float32, TILE, WIDE)
     theta -= step_size * _direction(theta, m, v, of_direction)
     store(param, tile, inside, to_nearest(theta, PARAM), PARAM, TILE, WIDE)
-    if MODEL_COPY is not None:
-        store(model_copy, tile, inside, to_nearest(theta, MODEL_COPY), MODEL_COPY, TILE, WIDE)
 
 
 @triton.jit
 def _tiles(chunk, piece, low, high, TILE: tl.constexpr):
     """Of a chunk: its tiles [first, stop), and among them those to be taken whole, [begin, end)."""
-    first, stop = tl.load(chunk + _FIRST_TILE), (high + (TILE - 1)) // TILE
+    first = tl.load(chunk + _FIRST_TILE)
+    stop = tl.where(high > low, (high + (TILE - 1)) // TILE, first)
     aligned = tl.load(piece + _ALIGNED) != 0
-    begin = tl.where(aligned, (low + (TILE - 1)) // TILE, stop)
+    begin = tl.where(aligned & (high > low), (low + (TILE - 1)) // TILE, stop)
     end = tl.maximum(high // TILE, begin)
     return first, begin, end, stop
 
@@ -192,16 +194,20 @@ def _tiles(chunk, piece, low, high, TILE: tl.constexpr):
 # -- the launches -----------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit
+def _elements(chunk, piece):
+    """[low, high) of a chunk; nothing of a piece that is not in this step."""
+    low, high = tl.load(chunk + _LOW), tl.load(chunk + _HIGH)
+    return low, tl.where(tl.load(piece + _GRAD) != 0, high, low)
+
+
+@triton.jit(do_not_specialize=["places"])
 def phase_one(
     chunks,
-    totals,
-    arrivals,
     partials,
+    places,
     pieces,
     coefficients,
-    sums,
-    slots,
     skip,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
@@ -212,11 +218,10 @@ def phase_one(
     if skip is not None:  # noqa: SIM102 - settled when it is compiled, the other as it runs
         if tl.load(skip) != 0:
             return
-    program = tl.program_id(0).to(tl.int64)
-    chunk = chunks + program * _CHUNK_COLUMNS
+    chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_COLUMNS
     piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
     row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
-    low, high = tl.load(chunk + _LOW), tl.load(chunk + _HIGH)
+    low, high = _elements(chunk, piece)
     first, begin, end, stop = _tiles(chunk, piece, low, high, TILE)
 
     addresses = (
@@ -232,49 +237,52 @@ def phase_one(
 
     theta_squares = tl.zeros([TILE], tl.float64)
     r_squares = tl.zeros([TILE], tl.float64)
+    nonzeros = tl.zeros([TILE], tl.int32)
     # Tiles come in their order whichever way they go, so that the sums do not hang on alignment.
     for tile in range(first, begin):
-        theta, r = _tile_of_phase_one(
+        theta, r, nonzero = _tile_of_phase_one(
             tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
         )
         theta_squares += theta * theta
         r_squares += r * r
+        nonzeros += nonzero
     for tile in range(begin, end):
-        theta, r = _tile_of_phase_one(
+        theta, r, nonzero = _tile_of_phase_one(
             tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, True
         )
         theta_squares += theta * theta
         r_squares += r * r
+        nonzeros += nonzero
     for tile in range(end, stop):
-        theta, r = _tile_of_phase_one(
+        theta, r, nonzero = _tile_of_phase_one(
             tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
         )
         theta_squares += theta * theta
         r_squares += r * r
+        nonzeros += nonzero
 
-    total = tl.load(chunk + _TOTAL)
-    if total >= 0:
-        programs = tl.num_programs(0)
-        tl.store(partials + program, tl.sum(theta_squares))
-        tl.store(partials + programs + program, tl.sum(r_squares))
-        tl.debug_barrier()  # whichever threads wrote these, they come before the count
-        begin_program = tl.load(totals + total * _TOTAL_COLUMNS + _FIRST_PROGRAM)
-        count = tl.load(totals + total * _TOTAL_COLUMNS + _PROGRAMS)
-        # Release: who sees the count sees the partial sums. Acquire: the last to count sees all of them.
-        arrived = tl.atomic_add(arrivals + total, 1, sem="acq_rel", scope="gpu")
-        if arrived == count - 1:
-            theta_totals = tl.zeros([TILE], tl.float64)
-            r_totals = tl.zeros([TILE], tl.float64)
-            for start in range(0, count, TILE):
-                place = start + tl.arange(0, TILE)
-                there = partials + begin_program + place
-                # Past the caches that other programs' stores do not reach.
-                theta_totals += tl.load(there, mask=place < count, other=0.0, cache_modifier=".cg")
-                r_totals += tl.load(there + programs, mask=place < count, other=0.0, cache_modifier=".cg")
-            slot = sums + tl.load(chunk + _SLOT)
-            tl.store(slot, tl.load(slot) + tl.sum(theta_totals))
-            tl.store(slot + slots, tl.load(slot + slots) + tl.sum(r_totals))
-            tl.store(arrivals + total, 0)  # for the next launch
+    place = partials + tl.load(chunk + _PLACE)
+    tl.store(place, tl.sum(theta_squares))
+    tl.store(place + places, tl.sum(r_squares))
+    tl.store(place + 2 * places, tl.sum(nonzeros).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["places", "slots"])
+def finish(totals, partials, places, sums, slots, skip, TILE: tl.constexpr):
+    """Adds a slot's partial sums to ``sums``, one row of both tables a program of the second dimension."""
+    if skip is not None:  # noqa: SIM102 - see above
+        if tl.load(skip) != 0:
+            return
+    total = totals + tl.program_id(0).to(tl.int64) * _TOTAL_COLUMNS
+    row = tl.program_id(1).to(tl.int64)
+    first = partials + row * places + tl.load(total + _FIRST_PLACE)
+    count = tl.load(total + _PLACES)
+    found = tl.zeros([TILE], tl.float64)
+    for start in range(0, count, TILE):
+        place = start + tl.arange(0, TILE)
+        found += tl.load(first + place, mask=place < count, other=0.0)
+    slot = sums + row * slots + tl.load(total + _TOTAL_SLOT)
+    tl.store(slot, tl.load(slot) + tl.sum(found))
 
 
 @triton.jit
@@ -286,33 +294,25 @@ def phase_two(
     skip,
     PARAM: tl.constexpr,
     EXP_AVG: tl.constexpr,
-    MODEL_COPY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    if skip is not None:  # noqa: SIM102 - settled when it is compiled, the other as it runs
+    if skip is not None:  # noqa: SIM102 - see above
         if tl.load(skip) != 0:
             return
     chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_COLUMNS
     piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
     row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
-    low, high, slot = tl.load(chunk + _LOW), tl.load(chunk + _HIGH), tl.load(chunk + _SLOT)
-    if slot >= 0:
-        step_size = tl.load(step_sizes + slot).to(tl.float32)
-    else:
-        step_size = tl.load(row + _LR).to(tl.float32)
+    step_size = tl.load(step_sizes + tl.load(chunk + _SLOT)).to(tl.float32)
+    low, high = _elements(chunk, piece)
+    high = tl.where(step_size != 0.0, high, low)  # 0 is "stay"
     first, begin, end, stop = _tiles(chunk, piece, low, high, TILE)
 
-    addresses = (
-        tl.load(piece + _PARAM),
-        tl.load(piece + _EXP_AVG),
-        tl.load(piece + _EXP_AVG_SQ),
-        tl.load(piece + _MODEL_COPY),
-    )
+    addresses = (tl.load(piece + _PARAM), tl.load(piece + _EXP_AVG), tl.load(piece + _EXP_AVG_SQ))
     direction = _of_direction(row)
 
     for tile in range(first, begin):
-        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, MODEL_COPY, TILE, False)
+        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, TILE, False)
     for tile in range(begin, end):
-        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, MODEL_COPY, TILE, True)
+        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, TILE, True)
     for tile in range(end, stop):
-        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, MODEL_COPY, TILE, False)
+        _tile_of_phase_two(tile, (low, high), addresses, direction, step_size, PARAM, EXP_AVG, TILE, False)

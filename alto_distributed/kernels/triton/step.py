@@ -12,17 +12,19 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...spans import PLAIN
 from .. import chunked
-from ..shards import FlatShard
+from ..proof import Dtypes
+from ..protocol import Kernel
+from ..shards import FlatShard, batch_of
 from ..skip import SkipIf
 from .launch import launch_phase_one, launch_phase_two
-from .table import Launch, Shape, Tiling, launches_of, shape_of
+from .table import PieceTable, Tiling
 from .values import Values
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -31,9 +33,6 @@ _STATES = (torch.float32, torch.bfloat16)
 
 # Earlier ones do not compile the kernels: they have no tuples.
 _OLDEST_TRITON = (3, 4)
-
-# Sets of pieces that take turns: those of several optimizers, of steps in which some gradients are None.
-_KEPT = 16
 
 
 def available(device: torch.device) -> bool:
@@ -63,110 +62,90 @@ def serves(piece: FlatShard) -> bool:
         and piece.exp_avg_sq.dtype == torch.float32
         and piece.exp_avg.dtype in _STATES
         and (piece.grad_ema is None or piece.grad_ema.dtype in _STATES)
-        and (piece.model_copy is None or piece.model_copy.dtype in _LOW_PRECISION)
         and all(
             tensor is None or (type(tensor) in PLAIN and tensor.is_contiguous())  # an expanded gradient is not
-            for tensor in (
-                piece.param,
-                piece.grad,
-                piece.exp_avg,
-                piece.exp_avg_sq,
-                piece.grad_ema,
-                piece.model_copy,
-            )
+            for tensor in (piece.param, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.grad_ema)
         )
     )
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What belongs to the pieces of one shape that step on one stream."""
+class Prepared(NamedTuple):
+    """What phase one has made ready for phase two."""
 
-    shape: Shape
-    stream: int
-    launches: tuple[Launch, ...]
+    table: PieceTable
     values: Values
+    pieces: list[FlatShard]
+    others: list[FlatShard]
+    """Which go the way of plain torch operations."""
+    rest: Any
+    """What that way has made ready."""
 
 
 class TritonKernel:
-    """Keeps the tables of the pieces it has seen, by shape and not by tensor: it holds no tensor of the model.
+    """Keeps its tables with the plan of a step, see :class:`..shards.Batch`.
 
     Args:
         tiling: how much a program does; by default what suits the device.
+        skip: float32, on the device of the pieces: programs end at once if it is not 0.
+        only: dtypes of the pieces that it may serve; by default all that it can.
     """
 
-    def __init__(self, tiling: Tiling | None = None) -> None:
+    def __init__(
+        self,
+        tiling: Tiling | None = None,
+        skip: torch.Tensor | None = None,
+        only: Collection[Dtypes] | None = None,
+    ) -> None:
         self._tiling = tiling
-        self._kept: list[_Prepared] = []
+        self._skip = skip
+        self._only = only
 
-    def phase_one(self, pieces: Sequence[FlatShard], sums: torch.Tensor, skip: torch.Tensor | None = None) -> None:
-        ours, others = _divided(pieces)
-        if ours:
-            ready = self._ready(ours)
-            values = ready.values
-            launch_phase_one(ready.launches, ready.shape.tiling, values.pieces, values.coefficients, sums, skip)
-        if others:
-            (chunked if skip is None else SkipIf(chunked, skip)).phase_one(others, sums)
+    def phase_one(self, pieces: Sequence[FlatShard], sums: torch.Tensor) -> Prepared:
+        prepared = self._prepare(pieces)
+        if prepared.pieces:
+            launch_phase_one(prepared.table.tables, prepared.table.tiling, prepared.values, sums, self._skip)
+        rest = self._other_way.phase_one(prepared.others, sums) if prepared.others else None
+        return prepared._replace(rest=rest)
 
     def phase_two(
-        self,
-        pieces: Sequence[FlatShard],
-        step_sizes: torch.Tensor,
-        prepared: None = None,
-        skip: torch.Tensor | None = None,
+        self, pieces: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: Prepared | None = None
     ) -> None:
-        ours, others = _divided(pieces)
-        if ours:
-            ready = self._ready(ours)
-            values = ready.values
-            launch_phase_two(ready.launches, ready.shape.tiling, values.pieces, values.coefficients, step_sizes, skip)
-        if others:
-            (chunked if skip is None else SkipIf(chunked, skip)).phase_two(others, step_sizes)
+        prepared = prepared or self._prepare(pieces)
+        if prepared.pieces:
+            launch_phase_two(prepared.table.tables, prepared.table.tiling, prepared.values, step_sizes, self._skip)
+        if prepared.others:
+            self._other_way.phase_two(prepared.others, step_sizes, prepared.rest)
 
-    def unless(self, skip: torch.Tensor) -> TritonUnless:
+    def unless(self, skip: torch.Tensor) -> TritonKernel:
         """This kernel, but its programs end at once if ``skip`` (float32, on their device) is not 0."""
-        return TritonUnless(self, skip)
+        return TritonKernel(self._tiling, skip, self._only)
 
-    def _ready(self, pieces: Sequence[FlatShard]) -> _Prepared:
-        """The launches for these pieces, with their addresses and numbers on the device."""
-        device = pieces[0].param.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "a CUDA graph would replay the bias corrections and the learning rate of this one step for ever: "
-                "capture a ReplayedStep (kernels/triton/graph.py), whose numbers live on the device"
-            )
-        shape, stream = shape_of(pieces, self._tiling), _stream(device)
-        for place, kept in enumerate(self._kept):
-            # Compared, not hashed: most tuples of spans are the very objects of last time.
-            if kept.stream == stream and kept.shape == shape:
-                ready = self._kept.pop(place)
-                break
-        else:
-            ready = _Prepared(shape, stream, launches_of(shape), Values(len(pieces), device))
-        self._kept.insert(0, ready)
-        del self._kept[_KEPT:]
-        ready.values.send(pieces)
-        return ready
+    def only(self, dtypes: Collection[Dtypes]) -> TritonKernel:
+        """This kernel for pieces of these dtypes; others go the way of plain torch operations."""
+        return TritonKernel(self._tiling, self._skip, dtypes)
 
+    def _serves(self, piece: FlatShard) -> bool:
+        return serves(piece) and (self._only is None or Dtypes.of(piece) in self._only)
 
-class TritonUnless:
-    """See :meth:`TritonKernel.unless`."""
+    @property
+    def _other_way(self) -> Kernel:
+        return cast(Kernel, chunked) if self._skip is None else SkipIf(cast(Kernel, chunked), self._skip)
 
-    def __init__(self, kernel: TritonKernel, skip: torch.Tensor) -> None:
-        self._kernel = kernel
-        self._skip = skip
-
-    def phase_one(self, pieces: Sequence[FlatShard], sums: torch.Tensor) -> None:
-        self._kernel.phase_one(pieces, sums, self._skip)
-
-    def phase_two(self, pieces: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
-        self._kernel.phase_two(pieces, step_sizes, skip=self._skip)
-
-
-def _divided(pieces: Sequence[FlatShard]) -> tuple[list[FlatShard], list[FlatShard]]:
-    """Pieces that the kernel serves, and those that go the way of plain torch operations."""
-    ours = [piece for piece in pieces if serves(piece)]
-    return ours, [] if len(ours) == len(pieces) else [piece for piece in pieces if not serves(piece)]
+    def _prepare(self, pieces: Sequence[FlatShard]) -> Prepared:
+        """The tables of these pieces, with their addresses and numbers on the device."""
+        batch = batch_of(pieces)
+        ours = [piece for piece in batch if self._serves(piece)]
+        others = [] if len(ours) == len(batch) else [piece for piece in batch if not self._serves(piece)]
+        device = batch[0].param.device if batch else torch.device("cpu")
+        table, values = batch.kept.get(key := ("triton", _stream(device), self._tiling), (None, None))
+        if table is None:
+            table = PieceTable(device, self._tiling)
+        if table.update(ours) or values is None:
+            values = Values(len(table.rows), device)
+        batch.kept[key] = table, values
+        if ours:
+            values.send(ours, table.rows)
+        return Prepared(table, values, ours, others, None)
 
 
 def _stream(device: torch.device) -> int:

@@ -1,39 +1,22 @@
 """How the spans of many pieces are cut into chunks, one a program, and which launches work on them.
 
 All of this hangs on shapes and dtypes alone. It is made once and kept on the device for as long as the
-optimizer steps with the same tensors; addresses and numbers, which change, are ``values``.
+optimizer steps with the same tensors; addresses and numbers, which change, are ``values``. A piece that is not in a
+step keeps its chunks: without an address its programs have nothing to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..shards import NO_RATIO, FlatShard, Span
-from .columns import CHUNK_COLUMNS, SLOT, TOTAL_COLUMNS
-
-
-class Dtypes(NamedTuple):
-    """What a kernel is compiled for. Pieces alike in these share a launch; for most models that is all of them."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    exp_avg: torch.dtype
-    grad_ema: torch.dtype | None
-    model_copy: torch.dtype | None
-
-    @classmethod
-    def of(cls, piece: FlatShard) -> Dtypes:
-        return cls(
-            piece.param.dtype,
-            piece.grad.dtype,
-            piece.exp_avg.dtype,
-            None if piece.grad_ema is None else piece.grad_ema.dtype,
-            None if piece.model_copy is None else piece.model_copy.dtype,
-        )
+from ..proof import Dtypes
+from ..shards import SUMS, FlatShard, Span
+from .columns import CHUNK_COLUMNS, PIECE, PLACE, SLOT, TOTAL_COLUMNS
+from .upload import upload
 
 
 class Tiling(NamedTuple):
@@ -47,75 +30,102 @@ class Tiling(NamedTuple):
 
 def tiling_for(device: torch.device) -> Tiling:
     """Four elements a thread, so that float32 moves in the widest loads, and 8192 a program."""
-    wide_warps = device.type == "cuda" and torch.version.hip is not None
+    hip = device.type == "cuda" and torch.version.hip is not None
+    wide_warps = hip and torch.cuda.get_device_properties(device).warp_size == 64  # those of CDNA, not of RDNA
     return Tiling(tile=1024, tiles=8) if wide_warps else Tiling(tile=512, tiles=16)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of phase one and one of phase two; the tensors are those that ``kernel`` reads."""
+    """One launch of phase one and one of phase two."""
 
     dtypes: Dtypes
     programs: int
     chunks: torch.Tensor
+    """A row a program, see ``columns``."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The launches of a step, and what the last one of phase one adds up."""
+
+    launches: tuple[Launch, ...]
     totals: torch.Tensor
-    arrivals: torch.Tensor
-    """How many programs of a slot are done. 0 between launches: the last one resets it."""
+    """A row a slot, see ``columns``."""
     partials: torch.Tensor
-    """|theta|^2 and |r|^2 of each program's chunk."""
+    """The sums of each program."""
 
 
-class Shape(NamedTuple):
-    """All that the launches hang on."""
+class PieceTable:
+    """The chunks of every piece that has stepped so far, and the tables of all of them on the device.
 
-    device: torch.device
-    tiling: Tiling
-    pieces: tuple[tuple[Dtypes, tuple[Span, ...]], ...]
+    Args:
+        device: of the pieces.
+        tiling: how much a program does; by default what suits the device.
+    """
+
+    def __init__(self, device: torch.device, tiling: Tiling | None = None) -> None:
+        self.device = device
+        self.tiling = tiling or tiling_for(device)
+        self.rows: dict[int, int] = {}
+        """Place of a piece in the plan -> its row in the table of pieces."""
+        self._known: dict[int, tuple[Dtypes, tuple[Span, ...]]] = {}
+        self._chunks: dict[int, torch.Tensor] = {}
+        self.tables = self._tables()
+
+    def update(self, pieces: Sequence[FlatShard]) -> bool:
+        """Take in what is new; whether anything was."""
+        changed = False
+        for piece in pieces:
+            shape = Dtypes.of(piece), piece.spans
+            # Most tuples of spans are the very objects of last time, so that comparing them takes no time.
+            if self._known.get(piece.place) != shape:
+                changed = True
+                self._known[piece.place] = shape
+                row = self.rows.setdefault(piece.place, len(self.rows))
+                self._chunks[piece.place] = _chunks(row, piece.spans, self.tiling)
+        if changed:
+            self.tables = self._tables()
+        return changed
+
+    def _tables(self) -> Tables:
+        alike: dict[Dtypes, list[torch.Tensor]] = {}
+        for place, (dtypes, _) in self._known.items():
+            alike.setdefault(dtypes, []).append(self._chunks[place])
+        rows = {dtypes: torch.cat(some) for dtypes, some in alike.items()}
+        slots = torch.cat([_empty(1)[:, 0], *(some[:, SLOT] for some in rows.values())])
+        # The partial sums of a slot stand side by side, whichever launches and pieces its chunks are in.
+        places = torch.empty_like(slots)
+        places[slots.argsort(stable=True)] = torch.arange(len(slots), dtype=torch.int64, device="cpu")
+        start, launches = 0, []
+        for dtypes, some in rows.items():
+            some[:, PLACE] = places[start : start + len(some)]
+            start += len(some)
+            if len(some):
+                launches.append(Launch(dtypes, len(some), upload(some, self.device)))
+        present, counts = torch.unique(slots, return_counts=True)
+        totals = torch.stack([counts.cumsum(0) - counts, counts, present], dim=1).view(-1, TOTAL_COLUMNS)
+        partials = torch.zeros(SUMS, len(slots), dtype=torch.float64, device=self.device)
+        return Tables(tuple(launches), upload(totals, self.device), partials)
 
 
-def shape_of(pieces: Sequence[FlatShard], tiling: Tiling | None = None) -> Shape:
-    device = pieces[0].param.device
-    return Shape(device, tiling or tiling_for(device), tuple((Dtypes.of(piece), piece.spans) for piece in pieces))
+def _empty(columns: int) -> torch.Tensor:
+    return torch.empty(0, columns, dtype=torch.int64, device="cpu")
 
 
-def launches_of(shape: Shape) -> tuple[Launch, ...]:
-    """The launches that serve pieces of such a shape."""
-    device, tiling, pieces = shape
-    chunks: dict[Dtypes, list[list[int]]] = {}
-    for index, (dtypes, spans) in enumerate(pieces):
-        chunks.setdefault(dtypes, []).extend(chunk for span in spans for chunk in _chunks(index, span, tiling))
-    return tuple(_launch(dtypes, rows, device) for dtypes, rows in chunks.items() if rows)
-
-
-def _chunks(piece: int, span: Span, tiling: Tiling) -> Iterator[list[int]]:
-    """A span in chunks that begin at multiples of the tile, except where the span itself begins or ends."""
-    first = span.start // tiling.tile
-    last = -(-span.stop // tiling.tile)
-    for tile in range(first, last, tiling.tiles) if span.stop > span.start else ():
-        low, high = tile * tiling.tile, (tile + tiling.tiles) * tiling.tile
-        yield [piece, tile, max(low, span.start), min(high, span.stop), span.slot]
-
-
-def _launch(dtypes: Dtypes, rows: list[list[int]], device: torch.device) -> Launch:
-    # The programs of a slot stand side by side, whichever pieces its spans are in. The sort keeps their order.
-    rows.sort(key=lambda row: row[SLOT])
-    totals: list[list[int]] = []
-    slot_before = NO_RATIO
-    for program, row in enumerate(rows):
-        slot = row[SLOT]
-        if slot == NO_RATIO:
-            row.append(-1)
-            continue
-        if slot != slot_before:
-            totals.append([program, 0])
-        slot_before = slot
-        totals[-1][1] += 1
-        row.append(len(totals) - 1)
-    return Launch(
-        dtypes=dtypes,
-        programs=len(rows),
-        chunks=torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, CHUNK_COLUMNS).to(device),
-        totals=torch.tensor(totals, dtype=torch.int64, device="cpu").view(-1, TOTAL_COLUMNS).to(device),
-        arrivals=torch.zeros(len(totals), dtype=torch.int32, device=device),
-        partials=torch.zeros(2, len(rows), dtype=torch.float64, device=device),
-    )
+def _chunks(row: int, spans: Sequence[Span], tiling: Tiling) -> torch.Tensor:
+    """The spans of a piece in chunks that begin at multiples of the tile, except where a span itself begins or ends."""
+    tile, length = tiling.tile, tiling.tile * tiling.tiles
+    found = [_empty(CHUNK_COLUMNS)]
+    for start, stop, slot, _ in spans:
+        if start < stop:
+            first = torch.arange(start // tile, -(-stop // tile), tiling.tiles, dtype=torch.int64, device="cpu")
+            low = first * tile
+            columns = {
+                PIECE: torch.full_like(first, row),
+                SLOT: torch.full_like(first, slot),
+                PLACE: torch.full_like(first, -1),
+            }
+            bounds = first, low.clamp(min=start), (low + length).clamp(max=stop)
+            found.append(torch.stack([columns[PIECE], *bounds, columns[SLOT], columns[PLACE]], dim=1))
+    return torch.cat(found)

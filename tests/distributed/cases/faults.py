@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import subprocess
 
@@ -41,6 +42,31 @@ def case_a_manifest_says_what_there_is(directory):
     assert {"exp_avg", "exp_avg_sq", "grad_ema"} <= states, states
     assert whole.files[MODEL].states["module.transformer.wte.weight"] == "float32[61, 24]"
     assert not manifest.problems(path, whole, whole.files)
+
+
+@worlds(2)
+def case_a_checkpoint_of_0_1_1_loads(directory):
+    """It has the number of ranks in two files more, and its manifest was written by another function."""
+    run = run_of(2)
+    with engine_of(run) as engine:
+        checkpoints = Checkpoints(directory / "older", run)
+        advance(engine, run, 0, 1)
+        path, before = checkpoints.save(engine, 1), weights(engine)
+        assert "ranks" not in json.loads((path / "saved_by.json").read_text())
+        assert json.loads((path / "run.json").read_text()).keys() == {"step", "settings"}
+
+        def make_older():
+            for name, more in (("saved_by.json", {"ranks": 2}), ("run.json", {"world_size": 2})):
+                (path / name).write_text(json.dumps({**json.loads((path / name).read_text()), **more}, indent=2))
+                damage.reseal(path, name)
+            content = json.loads((path / manifest.NAME).read_text())
+            with (path / manifest.NAME).open("w") as file:
+                json.dump(content, file, indent=1)
+
+        damage.once(make_older)
+        advance(engine, run, 1, 2)
+        checkpoints.load(engine, checkpoints.newest())
+        assert_same("a checkpoint of 0.1.1", weights(engine), before)
 
 
 @worlds(2)

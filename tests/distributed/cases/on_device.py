@@ -1,5 +1,7 @@
 """What only a device shows: what the host does while a step runs, and where collectives run. On helpers/pretend."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
+from alto_distributed.kernels import choice, reference
+from alto_distributed.kernels.skip import SkipIf
 from tests.helpers import devices, pretend
 from tests.helpers.cases import each, worlds
 
@@ -232,3 +236,55 @@ def case_offloaded_parameters_meet_a_group_of_the_device():
     for p, q in zip(model.parameters(), reference_run().parameters(), strict=True):
         piece = distribute_tensor(q.detach(), p.device_mesh, p.placements).to_local().cpu()
         torch.testing.assert_close(p.to_local().detach(), piece, **TIGHT)
+
+
+# -- the kernel for this device ----------------------------------------------------------------------------
+
+
+class Injected:
+    """A kernel for the device, as Triton's is for GPUs; ``wrong`` in one bit of a state."""
+
+    def __init__(self, wrong=False):
+        self.wrong, self.steps = wrong, 0
+
+    def phase_one(self, shards, sums):
+        self.steps += 1
+        reference.phase_one(shards, sums)
+        if self.wrong:
+            shards[0].exp_avg[0].mul_(1 + 2**-20)
+
+    def phase_two(self, shards, step_sizes, prepared=None):
+        reference.phase_two(shards, step_sizes)
+
+    def unless(self, skip):
+        return SkipIf(self, skip)
+
+
+@worlds(2)
+def case_all_ranks_use_the_kernel_for_the_device_or_none():
+    """It proves right on both ranks and is used; it fails on one, and both warn and take torch's operations."""
+    mesh = devices.mesh(2)
+    for wrong in (False, True):
+        kernel = Injected(wrong and dist.get_rank() == 1)
+        choice.ACCELERATED["pretend"] = lambda device, kernel=kernel: kernel
+        choice._complaints.clear()
+        try:
+            model = sharded_network(mesh, torch.float32)
+            optimizer = ALTO(param_groups(model), **HYPER)
+            gradients_for(model)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                optimizer.step()
+            proving = kernel.steps
+            gradients_for(model)
+            with pretend.no():
+                optimizer.step()
+            assert (kernel.steps > proving) == (not wrong)
+            said = [str(w.message) for w in told if "Triton kernel" in str(w.message)]
+            assert len(said) == wrong
+            if wrong:
+                reasons = ["it failed on another rank", "is not the reference's"]
+                assert reasons[dist.get_rank()] in said[0]
+        finally:
+            del choice.ACCELERATED["pretend"]
+            choice._complaints.clear()

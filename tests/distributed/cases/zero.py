@@ -711,7 +711,7 @@ def case_muon_8442_stage_0_runs_the_chosen_optimizer(setting):
 ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4, "update_interval": 4}
 REFUSED = {
     "alpha out of range": ({"params": {**PARAMS, "alpha": -100}}, r"alpha=-100 is out of range"),
-    "two betas": ({"params": {**PARAMS, "betas": [0.9, 0.99]}}, r"betas=\[0.9, 0.99\] must be three numbers"),
+    "one beta": ({"params": {**PARAMS, "betas": [0.99]}}, r"betas=\[0.99\] must be three numbers"),
     "lr as text": ({"params": {**PARAMS, "lr": "1e-2"}}, r"lr='1e-2' must be a finite number"),
     "a name with a typo": (
         {"params": {**PARAMS, "weight_deacy": 0}}, r"'weight_deacy' is not a hyperparameter of ALTO; did you mean",

@@ -17,17 +17,16 @@ import torch
 
 from alto_distributed.hyperparameters import Hyperparameters
 from alto_distributed.kernels import Coefficients, FlatShard, Span, reference, rounding
-from alto_distributed.kernels.shards import NO_RATIO
-from alto_distributed.kernels.triton.columns import EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
-from alto_distributed.kernels.triton.graph import ReplayedStep
+from alto_distributed.kernels.shards import Batch, batch_of
+from alto_distributed.kernels.triton.columns import ALIGNED, EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
 from alto_distributed.kernels.triton.launch import launch_phase_one
 from alto_distributed.kernels.triton.step import TritonKernel, serves
-from alto_distributed.kernels.triton.table import Tiling, launches_of, shape_of
+from alto_distributed.kernels.triton.table import PieceTable, Tiling
 from alto_distributed.kernels.triton.values import Values
 
 DEVICE = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
 SMALL = Tiling(tile=16, tiles=2)  # so that a few hundred elements have every kind of edge
-TENSORS = ("param", "exp_avg", "exp_avg_sq", "grad_ema", "model_copy")
+TENSORS = ("param", "exp_avg", "exp_avg_sq", "grad_ema")
 HYPER = Hyperparameters(weight_decay=0.1, lr=0.02)
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -39,19 +38,18 @@ def make(
     grad=FLOAT32,
     exp_avg=FLOAT32,
     grad_ema=FLOAT32,
-    model_copy=None,
     misaligned=0,
     padding=0,
     seed=0,
 ):
     """A piece whose elements outside of the spans are NaN; ``misaligned`` moves its tensors off their alignment."""
-    length = max((stop for _, stop, _ in spans), default=0) + padding
+    length = max((stop for _, stop, *_ in spans), default=0) + padding
 
     def tensor(values, dtype):
         if dtype is None:
             return None
         flat = torch.full((misaligned + length,), float("nan")).to(dtype).to(DEVICE)[misaligned:]
-        for start, stop, _ in spans:
+        for start, stop, *_ in spans:
             flat[start:stop] = values(stop - start).to(dtype)
         return flat
 
@@ -63,7 +61,6 @@ def make(
         tensor(lambda n: torch.randn(n) * 0.5, grad_ema),
         tuple(Span(*span) for span in spans),
         c,
-        tensor(torch.zeros, model_copy),
         seed,
     )
 
@@ -79,7 +76,7 @@ def equal(one, other):
 
 def in_spans(piece):
     inside = torch.zeros_like(piece.param, dtype=torch.bool)
-    for start, stop, _ in piece.spans:
+    for start, stop, *_ in piece.spans:
         inside[start:stop] = True
     return inside
 
@@ -92,8 +89,8 @@ def exact_weights(piece, step_sizes):
     denominator = root * (c.correction3**-0.5) + c.eps1
     r = piece.exp_avg.float() / denominator * (1 / c.correction2) + c.weight_decay * theta
     scale = torch.full_like(theta, float("nan"))
-    for start, stop, slot in piece.spans:
-        scale[start:stop] = c.lr if slot == NO_RATIO else step_sizes[slot].float()
+    for start, stop, slot, _ in piece.spans:
+        scale[start:stop] = step_sizes[slot].float()
     return theta - scale * r
 
 
@@ -101,7 +98,7 @@ def check_step(pieces, slots, kernel=None):
     """One step here and in the reference, from the same values; leaves the new ones in ``pieces``."""
     kernel = kernel or TritonKernel(SMALL)
     before, expected = copy.deepcopy(pieces), copy.deepcopy(pieces)
-    sums = torch.full((2, slots), 3.0, dtype=torch.float64, device=DEVICE)  # it adds to what is there
+    sums = torch.full((3, slots), 3.0, dtype=torch.float64, device=DEVICE)  # it adds to what is there
     expected_sums = sums.clone()
     kernel.phase_one(pieces, sums)
     reference.phase_one(expected, expected_sums)
@@ -111,7 +108,10 @@ def check_step(pieces, slots, kernel=None):
         for name in ("exp_avg", "exp_avg_sq", "grad_ema"):
             if getattr(piece, name) is not None:
                 assert equal(getattr(piece, name), getattr(other, name)), name
-    torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=0)
+    ratio = torch.zeros(slots, dtype=torch.bool, device=DEVICE)
+    ratio[[span.slot for piece in pieces for span in piece.spans if span.ratio]] = True
+    torch.testing.assert_close(sums[:2, ratio], expected_sums[:2, ratio], rtol=1e-6, atol=0)
+    assert torch.equal(sums[2], expected_sums[2])
 
     step_sizes = torch.rand(slots, dtype=torch.float64, device=DEVICE) * 0.1
     exact = [exact_weights(piece, step_sizes) for piece in pieces]
@@ -127,8 +127,12 @@ def check_step(pieces, slots, kernel=None):
         assert torch.equal(piece.param[inside], theta[inside].to(piece.param.dtype))
         one_place = {FLOAT32: 1e-6, BFLOAT16: 2**-7, FLOAT16: 2**-10}[piece.param.dtype]
         torch.testing.assert_close(piece.param[inside], other.param[inside], rtol=one_place, atol=1e-6)
-        if piece.model_copy is not None:
-            assert torch.equal(piece.model_copy[inside], theta[inside].to(piece.model_copy.dtype))
+
+
+def tables(pieces):
+    table = PieceTable(DEVICE, SMALL)
+    table.update(batch_of(pieces))
+    return table.tables
 
 
 # -- what every run does ----------------------------------------------------------------------------------
@@ -139,17 +143,17 @@ def check_pieces_of_every_length_share_a_launch():
     c, other = Coefficients.at_step(HYPER, 3), Coefficients.at_step(Hyperparameters(lr=0.5, betas=(0.9, 0.8, 0.7)), 1)
     lengths = (1, 15, 16, 17, 31, 32, 33, 64, 65)
     pieces = [make([(0, n, i % 4)], (c, other)[i % 2]) for i, n in enumerate(lengths)]
-    pieces.append(make([(0, 20, NO_RATIO), (20, 40, 2), (40, 60, 5), (60, 80, 2)], other))
+    pieces.append(make([(0, 20, 4, False), (20, 40, 2), (40, 60, 5), (60, 80, 2)], other))
     kernel = TritonKernel(SMALL)
     for _ in range(2):
         check_step(pieces, 6, kernel)
-    assert len(launches_of(shape_of(pieces, SMALL))) == 1
+    assert len(tables(pieces).launches) == 1
 
 
 def check_padding_and_spans_anywhere():
     """Elements between spans are NaN, must stay so to the bit, and must not reach a sum."""
     c = Coefficients.at_step(HYPER, 2)
-    check_step([make([(5, 9, 0), (13, 50, 1), (50, 51, NO_RATIO), (70, 135, 0)], c, padding=7)], 2)
+    check_step([make([(5, 9, 0), (13, 50, 1), (50, 51, 2, False), (70, 135, 0)], c, padding=7)], 3)
 
 
 def check_misaligned_tensors():
@@ -159,7 +163,7 @@ def check_misaligned_tensors():
     aligned = make([(5, 140, 0)], c)
     moved = copy.deepcopy(aligned)
     moved.grad = torch.cat([moved.grad[:1], moved.grad])[1:]  # one tensor off is enough
-    sums = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+    sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
     for n, piece in enumerate((aligned, moved)):
         TritonKernel(SMALL).phase_one([piece], sums[:, n:])
     assert torch.equal(sums[:, 0], sums[:, 1])
@@ -173,7 +177,7 @@ def check_alpha_zero_has_no_third_state():
 
 def check_no_decay_and_no_bias_correction():
     c = Coefficients.at_step(Hyperparameters(weight_decay=0.0, bias_correction=False), 4)
-    check_step([make([(0, 50, 0), (50, 60, NO_RATIO)], c)], 1)
+    check_step([make([(0, 50, 0), (50, 60, 1, False)], c)], 2)
 
 
 def check_weights_and_gradients_of_low_precision():
@@ -182,7 +186,7 @@ def check_weights_and_gradients_of_low_precision():
     pairs = [(BFLOAT16, BFLOAT16), (FLOAT16, FLOAT16), (FLOAT32, BFLOAT16), (BFLOAT16, FLOAT32)]
     pieces = [make([(3, 70, i)], c, param=p, grad=g) for i, (p, g) in enumerate(pairs)]
     check_step(pieces, 4)
-    assert len(launches_of(shape_of(pieces, SMALL))) == 4
+    assert len(tables(pieces).launches) == 4
 
 
 def check_several_launches_add_to_one_slot():
@@ -190,28 +194,34 @@ def check_several_launches_add_to_one_slot():
     check_step([make([(0, 70, 0)], c, param=p) for p in (BFLOAT16, FLOAT32, FLOAT16)], 1)
 
 
-def check_model_copy():
-    """The new weights, rounded to nearest, in the same pass; padding stays."""
-    c = Coefficients.at_step(HYPER, 2)
-    check_step([make([(3, 40, 0), (44, 90, 1)], c, model_copy=dtype) for dtype in (BFLOAT16, FLOAT16)], 2)
-
-
 def check_rounding_to_nearest_of_every_kind():
-    """theta - 0 * r = theta: ties, halves, subnormals, overflow, infinities and NaN, as torch rounds them."""
-    special = [1.0, -1.0, 0.0, -0.0, 3.4e38, -3.4e38, 1e-40, -3e-41, 1e-45, float("inf"), -float("inf"), float("nan")]
-    # Ties, a tie's neighbours, and the NaN to which nothing can be added without its becoming a zero.
-    words = [0x3F808000, 0x3F818000, 0x00018000, 0x7F7F8000, 0x3F808001, 0x3F807FFF, 0x7FFFFFFF, -1]
+    """theta - tiny * 0 = theta: ties, halves, subnormals and overflow, as torch rounds them."""
+    special = [1.0, -1.0, 0.0, -0.0, 3.4e38, -3.4e38, 1e-40, -3e-41, 1e-45]
+    words = [0x3F808000, 0x3F818000, 0x00018000, 0x7F7F8000, 0x3F808001, 0x3F807FFF]  # ties, a tie's neighbors
     words = torch.tensor(words, dtype=torch.int32).view(FLOAT32)
-    theta = torch.cat([torch.tensor(special), words, torch.randn(44)]).to(DEVICE)
-    piece = make([(0, 64, NO_RATIO)], Coefficients.at_step(Hyperparameters(lr=0.0, weight_decay=0.0), 1))
-    piece.param.copy_(theta)
-    piece.model_copy = torch.zeros(64, dtype=BFLOAT16, device=DEVICE)
-    TritonKernel(SMALL).phase_two([piece], torch.zeros(1, dtype=torch.float64, device=DEVICE))
-    expected = theta.to(BFLOAT16)
-    real = torch.isfinite(theta)
-    assert torch.equal(piece.model_copy[real], expected[real])
-    # 0 * r is NaN where theta is not finite, with the definition's weight_decay * theta.
-    assert piece.model_copy[~real].isnan().all()
+    theta = torch.cat([torch.tensor(special), words, torch.randn(49)]).to(DEVICE)
+    from alto_distributed.kernels.triton.elements import to_nearest
+
+    assert equal(rounded_by(to_nearest, theta), theta.to(BFLOAT16))
+    not_numbers = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(FLOAT32).to(DEVICE)
+    assert rounded_by(to_nearest, not_numbers.repeat(16)).isnan().all()
+    infinities = torch.tensor([float("inf"), -float("inf")], device=DEVICE).repeat(32)
+    assert equal(rounded_by(to_nearest, infinities), infinities.to(BFLOAT16))
+
+
+def rounded_by(to_nearest, x):
+    """64 numbers as bfloat16."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def rounds(source, target, ROUND: tl.constexpr):
+        place = tl.arange(0, 64)
+        tl.store(target + place, ROUND(tl.load(source + place), tl.bfloat16))
+
+    bits_of = torch.zeros(64, dtype=torch.uint16, device=DEVICE)
+    rounds[(1,)](x.contiguous(), bits_of, ROUND=to_nearest)
+    return bits_of.view(BFLOAT16)
 
 
 def check_states_in_bfloat16():
@@ -220,7 +230,7 @@ def check_states_in_bfloat16():
     pieces = [
         make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=0xFEDCBA98),
         make([(9, 70, 1)], later, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=1, padding=3),
-        make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=None, seed=2, model_copy=BFLOAT16),
+        make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=None, seed=2),
         make([(0, 70, 1)], c, grad_ema=BFLOAT16, seed=3, param=BFLOAT16, misaligned=1),
     ]
     plain = copy.deepcopy(pieces[0])
@@ -228,7 +238,7 @@ def check_states_in_bfloat16():
     for _ in range(2):
         check_step(pieces, 2, kernel)
     plain.seed = 5  # the seed is used, or this would be the same
-    kernel.phase_one([plain], torch.zeros(2, 2, dtype=torch.float64, device=DEVICE))
+    kernel.phase_one([plain], torch.zeros(3, 2, dtype=torch.float64, device=DEVICE))
     assert not equal(plain.exp_avg, pieces[0].exp_avg)
 
 
@@ -239,8 +249,9 @@ def check_indices_beyond_32_bits():
     piece = make([(0, length, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=77)
     expected = copy.deepcopy(piece)
     moved = dataclasses.replace(piece, spans=(Span(first, first + length, 0),))
-    values, shape = Values(1, DEVICE), shape_of([moved], SMALL)
-    values.send([moved])
+    values, table = Values(1, DEVICE), PieceTable(DEVICE, SMALL)
+    table.update([moved])
+    values.send([moved], table.rows)
     for column, tensor in {
         PARAM: piece.param,
         GRAD: piece.grad,
@@ -249,9 +260,9 @@ def check_indices_beyond_32_bits():
         GRAD_EMA: piece.grad_ema,
     }.items():
         values.pieces[0, column] -= first * tensor.element_size()
-    values.pieces[0, 6] = 0  # where the tiles begin, the tensors are not aligned now
-    sums = torch.zeros(2, 1, dtype=torch.float64, device=DEVICE)
-    launch_phase_one(launches_of(shape), SMALL, values.pieces, values.coefficients, sums)
+    values.pieces[0, ALIGNED] = 0  # where the tiles begin, the tensors are not aligned now
+    sums = torch.zeros(3, 1, dtype=torch.float64, device=DEVICE)
+    launch_phase_one(table.tables, SMALL, values, sums)
 
     d, u = reference.adapt_gradient(expected.grad, expected.grad_ema.float(), c.alpha, c.beta1)
     m = c.beta2 * expected.exp_avg.float() + (1 - c.beta2) * d
@@ -269,7 +280,7 @@ def check_gradients_that_are_not_finite():
         piece.grad[3], piece.grad[39] = float("inf"), -float("inf")
         bits(piece.grad)[20] = 0x7FFFFFFF  # a NaN to which nothing can be added without its becoming a zero
     expected = copy.deepcopy(pieces)
-    sums = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+    sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
     expected_sums = sums.clone()
     kernel = TritonKernel(SMALL)
     kernel.phase_one(pieces, sums)
@@ -289,7 +300,7 @@ def check_a_flag_on_the_device_skips_the_step():
     """Nothing changes while the flag is set, also in pieces that go another way; with a flag of 0 it is a step."""
     c = Coefficients.at_step(HYPER, 2)
     pieces = [
-        make([(0, 40, 0), (50, 90, NO_RATIO)], c, model_copy=BFLOAT16, padding=7),
+        make([(0, 40, 0), (50, 90, 0, False)], c, padding=7),
         make([(0, 40, 1)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=5),
         make([(0, 20, 1)], c),
     ]
@@ -303,7 +314,7 @@ def check_a_flag_on_the_device_skips_the_step():
         piece.grad[3], piece.grad[19] = float("nan"), float("inf")
     for flag in (1.0, 0.0):
         guarded = kernel.unless(torch.tensor([flag], device=DEVICE))
-        sums = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+        sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
         guarded.phase_one(pieces, sums)
         guarded.phase_two(pieces, steps * (float("nan") if flag else 1))
         if not flag:
@@ -333,7 +344,7 @@ def check_sums_keep_their_digits():
     piece = make([(0, n, 0), (n, n + 8, 1), (n + 8, n + 16, 2)], c)
     piece.param[n : n + 8], piece.param[n + 8 :] = 1e25, 1e-30
     expected = torch.stack([piece.param[s.start : s.stop].double().square().sum() for s in piece.spans])
-    sums = torch.zeros(2, 3, dtype=torch.float64, device=DEVICE)
+    sums = torch.zeros(3, 3, dtype=torch.float64, device=DEVICE)
     TritonKernel(Tiling(tile=2048, tiles=4)).phase_one([piece], sums)
     torch.testing.assert_close(sums[0], expected, rtol=1e-14, atol=0)
     m, v = piece.exp_avg / c.correction2, piece.exp_avg_sq / c.correction3
@@ -341,17 +352,16 @@ def check_sums_keep_their_digits():
     torch.testing.assert_close(sums[1, 0], r.square().sum(), rtol=1e-7, atol=0)
 
 
-def check_sums_do_not_depend_on_who_comes_last():
+def check_sums_do_not_depend_on_the_order_of_programs():
     """The same bits however the programs of a launch take turns, and again when it is launched once more."""
     c = Coefficients.at_step(HYPER, 2)
     pieces = [make([(0, 200, 0), (200, 300, 1)], c), make([(0, 333, 0)], c)]
     results = []
     for order in ("forward", "forward", "reverse", "random", "random"):
         kernel, fresh = TritonKernel(SMALL), copy.deepcopy(pieces)
-        sums = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+        sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
         with turns(order):
             kernel.phase_one(fresh, sums)
-            assert not any(launch.arrivals.any() for launch in kernel._kept[0].launches)
         results.append(sums)
     assert all(torch.equal(sums, results[0]) for sums in results)
     assert (results[0] > 0).all()
@@ -390,33 +400,57 @@ class turns:
 
 def check_tables_are_kept_and_values_sent_only_if_they_changed():
     """New gradients and new numbers need no new tables; equal ones need no copy at all."""
-    kernel = TritonKernel(SMALL)
+    kernel, kept = TritonKernel(SMALL), {}
     piece = make([(0, 40, 0)], Coefficients.at_step(HYPER, 1))
-    check_step([piece], 1, kernel)
-    prepared = kernel._kept[0]
-    sent = prepared.values._sent
-    kernel.phase_two([piece], torch.zeros(1, dtype=torch.float64, device=DEVICE))
-    assert prepared.values._sent is sent
+
+    def batch():
+        return Batch([piece], kept)
+
+    check_step(batch(), 1, kernel)
+    ((table, values),) = kept.values()
+    tables, sent = table.tables, values._sent
+    kernel.phase_two(batch(), torch.zeros(1, dtype=torch.float64, device=DEVICE))
+    assert values._sent is sent
     for k in (2, 3):
         old = piece.grad  # kept alive, so that the new one is elsewhere
         piece = dataclasses.replace(piece, grad=torch.randn_like(old), coefficients=Coefficients.at_step(HYPER, k))
-        check_step([piece], 1, kernel)
-    assert prepared.values._sent is not sent
-    assert kernel._kept == [prepared]
-    for n in range(1, 20):
-        kernel._ready([make([(0, n, 0)], piece.coefficients)])
-    assert len(kernel._kept) == 16
+        check_step(batch(), 1, kernel)
+    assert values._sent is not sent
+    assert table.tables is tables
+    assert list(kept.values()) == [(table, values)]
 
 
-def check_learning_rate_as_a_tensor():
-    """Changed in place between steps, as a scheduler does."""
-    lr = torch.tensor(0.5)
-    c = Coefficients.at_step(Hyperparameters(lr=lr), 1)
-    piece, kernel = make([(0, 20, NO_RATIO)], c), TritonKernel(SMALL)
-    check_step([piece], 1, kernel)
-    lr.fill_(0.25)
-    piece.coefficients = Coefficients.at_step(Hyperparameters(lr=lr), 1)  # as a step does; a host's number is read
-    check_step([piece], 1, kernel)
+def check_pieces_that_are_not_in_a_step():
+    """Their chunks stay in the tables, and nothing of theirs is touched or added, whoever else is there."""
+    kernel, kept, c = TritonKernel(SMALL), {}, Coefficients.at_step(HYPER, 2)
+    pieces = [make([(0, 70, 0)], c), make([(3, 40, 1)], c), make([(0, 33, 1)], c, grad=BFLOAT16)]
+    for place, piece in enumerate(pieces):
+        piece.place = place
+    made = []
+    for present in ([0], [0, 1, 2], [1], [2, 0], [0, 1, 2]):
+        before = copy.deepcopy(pieces)
+        check_step(Batch([pieces[i] for i in present], kept), 2, kernel)
+        for i, (piece, old) in enumerate(zip(pieces, before, strict=True)):
+            for name in TENSORS:
+                same = equal(getattr(piece, name), getattr(old, name))
+                assert same == (i not in present), (present, i, name)
+        made.append(next(iter(kept.values()))[0].tables)
+    assert len({id(tables) for tables in made}) == 2  # with the new pieces of the second step, and never again
+
+
+def check_a_step_size_of_zero_leaves_weights_alone():
+    """Also where there has been no gradient yet, and eps1 is 0: r is 0/0 there."""
+    piece = make([(0, 40, 0), (40, 90, 1)], Coefficients.at_step(Hyperparameters(eps=(0.0, 0.0, 0.0)), 1))
+    for tensor in (piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.grad_ema):
+        tensor[:40] = 0
+    piece.grad[50], piece.grad[51:60] = 1e-45, 0.0
+    before, sums = copy.deepcopy(piece), torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
+    kernel = TritonKernel(SMALL)
+    kernel.phase_one([piece], sums)
+    assert sums[2].tolist() == [0.0, 41.0]
+    kernel.phase_two([piece], torch.tensor([0.0, 0.1], dtype=torch.float64, device=DEVICE))
+    assert equal(piece.param[:40], before.param[:40])
+    assert (piece.param[40:] != before.param[40:]).all()
 
 
 def check_float64_goes_another_way():
@@ -432,7 +466,7 @@ def check_float64_goes_another_way():
     pieces = [theirs, ours]
     expected, kernel = copy.deepcopy(pieces), TritonKernel(SMALL)
     for module in (kernel, reference):
-        sums = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+        sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
         module.phase_one(pieces if module is kernel else expected, sums)
         module.phase_two(pieces if module is kernel else expected, sums[0] * 1e-3)
         assert (sums > 0).all()
@@ -445,60 +479,18 @@ def check_expanded_gradients_go_another_way():
     piece = make([(0, 40, 0)], Coefficients.at_step(HYPER, 2))
     piece.grad = torch.ones(1, device=DEVICE).expand(40)
     expected, kernel = copy.deepcopy(piece), TritonKernel(SMALL)
-    sums = torch.zeros(2, 1, dtype=torch.float64, device=DEVICE)
-    kernel.phase_one([piece], sums)
+    sums = torch.zeros(3, 1, dtype=torch.float64, device=DEVICE)
+    assert kernel.phase_one([piece], sums).pieces == []
     reference.phase_one([expected], sums)
     torch.testing.assert_close(piece.exp_avg, expected.exp_avg, rtol=1e-6, atol=1e-7)
-    assert kernel._kept == []
 
 
 def check_nothing_to_do():
     kernel = TritonKernel(SMALL)
-    sums = torch.zeros(2, 0, dtype=torch.float64, device=DEVICE)
+    sums = torch.zeros(3, 0, dtype=torch.float64, device=DEVICE)
     for pieces in ([], [make([], Coefficients.at_step(HYPER, 1))], [make([(0, 0, 0)], Coefficients.at_step(HYPER, 1))]):
         kernel.phase_one(pieces, sums)
         kernel.phase_two(pieces, sums[0])
-
-
-def check_replay_with_device_operations_only():
-    """What a CUDA graph would do: the same launches on the same storages; only their contents change."""
-    hypers = [HYPER, Hyperparameters(lr=0.02, betas=(0.9, 0.95, 0.999), alpha=0.5, bias_correction=False)]
-    first = [Coefficients.at_step(hyper, 1) for hyper in hypers]
-    pieces = [
-        make([(0, 40, 0)], first[0], model_copy=BFLOAT16),
-        make([(0, 40, NO_RATIO)], first[1], model_copy=BFLOAT16),
-        make([(0, 20, 1)], first[0], exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=9),
-    ]
-    expected = copy.deepcopy(pieces)
-    replayed = ReplayedStep(pieces, [0, 1, 0], hypers, SMALL)
-    sums = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
-    step, lr = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.tensor(0.02, device=DEVICE)
-
-    def replay():
-        step.add_(1)
-        sums.zero_()
-        replayed.advance(step, lr)
-        replayed.phase_one(sums)
-        replayed.phase_two(lr * (sums[0] / sums[1]).sqrt())
-
-    for k, new_lr in enumerate((0.02, 0.01, 0.3, 0.004), start=1):
-        lr.fill_(new_lr)
-        for piece, other in zip(pieces, expected, strict=True):
-            piece.grad.copy_(torch.randn(piece.grad.numel()))
-            other.grad.copy_(piece.grad)
-            hyper = hypers[1 if other is expected[1] else 0]
-            other.coefficients = Coefficients.at_step(dataclasses.replace(hyper, lr=new_lr), k)
-        replay()
-        expected_sums = torch.zeros_like(sums)
-        reference.phase_one(expected, expected_sums)
-        reference.phase_two(expected, new_lr * (expected_sums[0] / expected_sums[1]).sqrt())
-        torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=0)
-        for piece, other in zip(pieces, expected, strict=True):
-            for name in ("exp_avg", "exp_avg_sq", "grad_ema"):
-                assert equal(getattr(piece, name), getattr(other, name)), name
-            torch.testing.assert_close(piece.param, other.param, rtol=1e-6, atol=1e-6)
-            if piece.model_copy is not None:
-                assert torch.equal(piece.model_copy, piece.param.to(BFLOAT16))
 
 
 CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_") and name != "check_step"}

@@ -18,22 +18,19 @@ from triton.compiler import ASTSource
 
 from alto_distributed.kernels.triton import kernel as kernels
 from alto_distributed.kernels.triton.elements import element_type
-from alto_distributed.kernels.triton.launch import _OPTIONS
+from alto_distributed.kernels.triton.launch import options_for
 from alto_distributed.kernels.triton.table import Dtypes
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-USUAL = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32, None)
-SMALL_STATES = Dtypes(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 86, 89, 90, 100, 120)}
+TARGETS.update({f"gfx{name}": GPUTarget("hip", f"gfx{name}", 64) for name in ("90a", "942", "950")})
+TARGETS["gfx1100"] = GPUTarget("hip", "gfx1100", 32)
+USUAL = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)
+SMALL_STATES = Dtypes(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
 BUILDS = [(target, "float32", USUAL) for target in TARGETS] + [("sm_90", "bfloat16", SMALL_STATES)]
 BUILDS += [("sm_90", "guarded", USUAL)]  # programs end at once if a flag on the device says so
 
 TABLES = {"chunks": "*i64", "pieces": "*i64", "coefficients": "*fp64"}
-SUMS = {"totals": "*i64", "arrivals": "*i32", "partials": "*fp64", "sums": "*fp64", "slots": "i32"}
+SUMS = {"totals": "*i64", "partials": "*fp64", "places": "i32", "sums": "*fp64", "slots": "i32"}
 
 
 def source(kernel, dtypes, tile, guarded=False):
@@ -77,10 +74,12 @@ def facts(compiled, target):
 def main():
     found = {}
     for target, name, dtypes in BUILDS:
-        tile = 1024 if target == "gfx942" else 512
-        for kernel in (kernels.phase_one, kernels.phase_two):
+        tile = 16 * TARGETS[target].warp_size
+        for kernel in (kernels.phase_one, kernels.finish, kernels.phase_two):
             code = source(kernel, dtypes, tile, name == "guarded")
-            compiled = triton.compile(code, target=TARGETS[target], options=_OPTIONS)
+            compiled = triton.compile(
+                code, target=TARGETS[target], options=options_for("cuda", target.startswith("gfx"))
+            )
             found[f"{kernel.__name__} {name} {target}"] = facts(compiled, target)
     Path(sys.argv[1]).write_text(json.dumps(found))
 

@@ -1,0 +1,115 @@
+"""What is said to an optimizer besides hyperparameters: choices for all groups, and the keys of other optimizers.
+
+Frameworks hand over options in two ways: to the constructor, or as keys of every parameter group. Each key is done, or
+has no meaning and is accepted, or is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
+
+import torch
+
+from .errors import shown
+from .hyperparameters import HYPERPARAMETER_NAMES, refuse_near_misses, refuse_unknown
+
+#: Choices for all groups. They are not in checkpoints.
+OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype")
+
+#: Of torch.optim: how a step is computed. The kernel says that here, and the result is the same.
+WITHOUT_MEANING = ("foreach", "fused")
+
+#: Of torch.optim: name -> why it cannot be on.
+_MUST_BE_OFF = {
+    "capturable": "steps are counted on the host, so a CUDA graph would replay one step's numbers",
+    "differentiable": "a step is not recorded by autograd",
+    "amsgrad": "there is no largest second moment",
+    "nesterov": "alpha does that: see docs/algorithm.md, What alpha does",
+}
+
+KNOWN = (*HYPERPARAMETER_NAMES, *OPTIONS, *WITHOUT_MEANING, *_MUST_BE_OFF, "decayed")
+
+_P = ParamSpec("_P")
+
+
+def refusing_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
+    """A constructor that says what a name it does not know was meant to be. Type checkers see its own signature."""
+    names = list(inspect.signature(init).parameters)[2:]  # without self and params
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        refuse_unknown((name for name in kwargs if name != "params" and name not in names), names)
+        init(*args, **kwargs)
+
+    return checked
+
+
+def check_torch_options(options: Mapping[str, Any]) -> None:
+    """Raise for an option of torch.optim that would not do what it says."""
+    for name in WITHOUT_MEANING:
+        if not isinstance(options.get(name), (bool, type(None))):
+            raise ValueError(f"{name}={shown(options[name])} must be True, False or None; it has no effect on ALTO")
+    for name, reason in _MUST_BE_OFF.items():
+        value = options.get(name)
+        if value is not None and not (isinstance(value, (bool, int)) and not value):
+            raise ValueError(f"{name}={shown(value)} is not possible with ALTO: {reason}. Leave {name!r} out")
+
+
+def for_all_groups(given: Mapping[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
+    """The options of an optimizer: those given to its constructor, unless all of its groups say otherwise.
+
+    Args:
+        given: all ``OPTIONS``, as the constructor got them.
+        groups: what the constructor got as ``params``.
+    """
+    chosen = dict(given)
+    dicts = [group for group in groups if isinstance(group, dict)]
+    for name in OPTIONS:
+        values = [group.get(name, given[name]) for group in dicts]
+        for g, value in enumerate(values):
+            if _word(value) != _word(values[0]):
+                raise ValueError(
+                    f"{name}={shown(values[0])} in parameter group 0 and {shown(value)} in group {g}: it is one for "
+                    f"all groups. Give {name} to ALTO, or the same to all groups"
+                )
+        if values:
+            chosen[name] = values[0]
+    return chosen
+
+
+def without_options(group: dict[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without options, which are checked: they must be the optimizer's own, ``current``."""
+    refuse_near_misses(group, KNOWN)
+    check_torch_options(group)
+    for name, value in current.items():
+        if name in group and _word(group[name]) != _word(value):
+            raise ValueError(
+                f"{name}={shown(group[name])} in a parameter group, {shown(value)} in the optimizer: it is one for all "
+                "groups. Leave it out of the group, or build the optimizer with it"
+            )
+    return {key: value for key, value in group.items() if key not in OPTIONS} if _has_option(group) else group
+
+
+def refuse_in_mid_run(group: Mapping[str, Any]) -> None:
+    """Raise for an option that somebody wrote into a group of a finished optimizer, where nothing would read it."""
+    if _has_option(group):
+        name = next(name for name in OPTIONS if name in group)
+        raise ValueError(
+            f"{name}={shown(group[name])} was written into a parameter group of a finished ALTO, where it has no "
+            f"effect. Delete it from the group; build an ALTO with {name} to have it"
+        )
+
+
+def _has_option(group: Mapping[str, Any]) -> bool:
+    return not _OPTION_SET.isdisjoint(group)
+
+
+_OPTION_SET = frozenset(OPTIONS)
+
+
+def _word(value: Any) -> str:
+    """For comparison: torch.bfloat16 and "bfloat16" are one."""
+    return (str(value) if isinstance(value, (str, torch.dtype)) else shown(value)).removeprefix("torch.")
