@@ -10,6 +10,7 @@ from . import torch_version  # noqa: F401  (first: with an older torch, what fol
 from .adaptor import E
 from .hyperparameters import Hyperparameters, recipe
 from .import_hooks import register
+from .lamb import LAMB
 from .optimizer import ALTO
 from .param_groups import param_groups
 from .sharding import LogicalParameter, Segment, ShardLayout
@@ -17,6 +18,7 @@ from .version import __version__
 
 __all__ = [
     "ALTO",
+    "LAMB",
     "E",
     "Hyperparameters",
     "LogicalParameter",

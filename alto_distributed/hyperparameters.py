@@ -135,9 +135,9 @@ def is_cycled(group: Mapping[str, Any]) -> bool:
 def betas_of(group: Mapping[str, Any]) -> Any:
     """A group's three betas, not yet checked, also where somebody wrote Adam's."""
     betas = group["betas"]
-    if is_cycled(group) and _is_sequence(betas, 3):
+    if is_cycled(group) and is_sequence(betas, 3):
         return (group[OWN_BETA1], betas[0], betas[2])
-    return adams_betas(betas, group[OWN_BETA1]) if OWN_BETA1 in group and _is_sequence(betas, 2) else betas
+    return adams_betas(betas, group[OWN_BETA1]) if OWN_BETA1 in group and is_sequence(betas, 2) else betas
 
 
 _said: set[str] = set()
@@ -156,7 +156,7 @@ def adams_betas(betas: Sequence[Any], beta1: float = Hyperparameters.betas[0]) -
     return (beta1, *betas)
 
 
-def _is_sequence(value: Any, length: int) -> bool:
+def is_sequence(value: Any, length: int) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == length
 
 
@@ -200,11 +200,11 @@ def check_lr(lr: Any) -> float | torch.Tensor:
 
 def check_betas(betas: Any) -> tuple[float, float, float]:
     """Three numbers, or Adam's two."""
-    if _is_sequence(betas, 2):
+    if is_sequence(betas, 2):
         for i, beta in enumerate(betas):
             check_beta(f"betas[{i}] (beta{i + 2})", beta)
         betas = adams_betas(betas)
-    if not _is_sequence(betas, 3):
+    if not is_sequence(betas, 3):
         raise ValueError(
             f"betas={shown(betas)} must be three numbers (beta1 of the acceleration, beta2 of the first moment, "
             "beta3 of the second), or Adam's two, which are ALTO's (beta2, beta3)"
@@ -242,7 +242,7 @@ def check_trust_clip(limits: Any) -> tuple[float, float] | None:
     """None, or (low, high) with 0 <= low <= high; high may be infinite."""
     if limits is None:
         return None
-    if not _is_sequence(limits, 2):
+    if not is_sequence(limits, 2):
         raise ValueError(f"trust_clip={shown(limits)} must be None or two numbers, (low, high), such as (0.01, 10.0)")
     low = _number("trust_clip[0] (low)", limits[0], low=0.0)
     high = math.inf if limits[1] == math.inf else _number("trust_clip[1] (high)", limits[1], low=0.0)

@@ -41,7 +41,8 @@ def refusing_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
 
     @functools.wraps(init)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        refuse_unknown((name for name in kwargs if name != "params" and name not in names), names)
+        unknown = (name for name in kwargs if name != "params" and name not in names)
+        refuse_unknown(unknown, names, type(args[0]).__name__)
         init(*args, **kwargs)
 
     return checked

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .errors import UnsupportedVersion
 
 #: Names under which an engine may be asked for one of our optimizers, in lower case.
-NAMES = ("alto", "eadamw", "esgd")
+NAMES = ("alto", "alto_lamb", "eadamw", "esgd")
 
 #: Framework -> where a program asks it for an optimizer: module, class or "", function.
 DOORS = {

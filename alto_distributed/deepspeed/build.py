@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..adaptor import E
+from ..errors import shown
 from ..hyperparameters import Hyperparameters, refuse_unknown
+from ..lamb import LAMB
 from ..optimizer import ALTO
 from ..param_groups import whole_shape
 
@@ -46,10 +48,18 @@ def _eadamw(params: Any, **options: Any) -> ALTO:
 
 
 #: Lower-case name in the JSON -> what builds it.
-BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"alto": ALTO, "eadamw": _eadamw, "esgd": ESGD}
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "alto": ALTO,
+    "eadamw": _eadamw,
+    "esgd": ESGD,
+    "alto_lamb": LAMB,
+}
+
+#: DeepSpeed has a Lamb of its own. The key of its "params" and the value with which ours is meant.
+_ASKED = ("implementation", "alto")
 
 #: Types that an engine hands flat shards to, and that this folder makes exact.
-OPTIMIZERS = (ALTO, ESGD)
+OPTIMIZERS = (ALTO, LAMB, ESGD)
 
 
 def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -59,6 +69,17 @@ def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Opt
             f'"max_grad_norm" is not a parameter of {name}: set "gradient_clipping" at the top of the DeepSpeed config'
         )
     return BUILDERS[name](params, **options)
+
+
+def rename_lamb(config: Any) -> None:
+    """``"type": "LAMB"`` becomes ours if it was asked for; else it is DeepSpeed's, as it always was."""
+    key, value = _ASKED
+    options = config.optimizer_params or {}
+    if str(config.optimizer_name).lower() == "lamb" and key in options:
+        if options[key] != value:
+            raise ValueError(f'"{key}": {shown(options[key])} of LAMB is not "{value}"; leave it out for DeepSpeed\'s')
+        config.optimizer_name = "alto_lamb"
+        config.optimizer_params = {name: given for name, given in options.items() if name != key}
 
 
 def split_bare_parameters(parameters: list[Any]) -> list[Any]:

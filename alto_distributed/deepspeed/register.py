@@ -1,6 +1,6 @@
 """Registration: the few places where DeepSpeed has to know about ALTO.
 
-Names go into DeepSpeed's two lists; four methods of its engine are wrapped, and each passes everything
+Names go into DeepSpeed's two lists; five methods of its engine are wrapped, and each passes everything
 that is not ours on to the original.
 """
 
@@ -21,7 +21,7 @@ from ..param_groups import whole_shape
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import checkpoint, offload_states
-from .build import BUILDERS, OPTIMIZERS, build, split_bare_parameters
+from .build import BUILDERS, OPTIMIZERS, build, rename_lamb, split_bare_parameters
 from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .nonfinite import skip_nonfinite
@@ -41,10 +41,16 @@ def register() -> None:
         return
     DEEPSPEED_OPTIMIZERS.extend(BUILDERS)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS)
-    for wrapper in (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer, _take_model_step):
+    wrappers = (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer, _take_model_step)
+    for wrapper in (_do_sanity_check, *wrappers):
         wrap_method(DeepSpeedEngine, wrapper.__name__, wrapper)
     checkpoint.install()
     offload_states.install()
+
+
+def _do_sanity_check(original: Callable[..., Any], engine: Any) -> None:
+    rename_lamb(engine._config)
+    original()
 
 
 def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any, parameters: list[Any]) -> None:

@@ -31,6 +31,7 @@ SUPPORTED_VERSIONS = (
 _METHODS: dict[type, tuple[str, ...]] = {
     DeepSpeedEngine: (
         "_configure_optimizer",
+        "_do_sanity_check",
         "_configure_basic_optimizer",
         "_configure_fp16_optimizer",
         "_take_model_step",

@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig
 from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
 from ..states import DTYPES
-from .config import NAME, AltoOptimizerConfig
+from .config import LAMB, NAME, NAMES, AltoOptimizerConfig
 
 #: Flag -> the field of AltoOptimizerConfig that it sets, what argparse should know, and what it means.
 _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -86,8 +86,8 @@ _EXPECTED = {
 #: refuses the name, or (main) turns the distributed optimizer into one that deals out whole layers.
 _MASK = "adam"
 
-#: Ids of the arguments that Megatron is checking under the mask.
-_masked: set[int] = set()
+#: Of the arguments that Megatron is checking under the mask: their id, and the optimizer that they name.
+_masked: dict[int, str] = {}
 
 
 def patch_arguments() -> None:
@@ -121,9 +121,9 @@ def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argum
     optimizer = next((action for action in parser._actions if "--optimizer" in action.option_strings), None)
     if optimizer is None or optimizer.choices is None:
         raise ValueError(_unknown("--optimizer is no longer a flag with a list of choices"))
-    optimizer.choices = [*optimizer.choices, NAME]
+    optimizer.choices = [*optimizer.choices, *NAMES]
     group = parser.add_argument_group(
-        "ALTO", f"only with --optimizer {NAME}; --lr and --weight-decay are Megatron's own"
+        "ALTO", f"only with --optimizer {' or '.join(NAMES)}; --lr and --weight-decay are Megatron's own"
     )
     for flag, (field, options, meaning) in _FLAGS.items():
         default = getattr(AltoOptimizerConfig, field)
@@ -136,10 +136,11 @@ def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argum
 
 def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     _refuse_flags_of_another_optimizer(args)
-    if args.optimizer != NAME:
+    if args.optimizer not in NAMES:
         return original(args, *rest, **kwargs)
     # Before the minutes that it takes to build a large model.
-    AltoOptimizerConfig(use_precision_aware_optimizer=args.use_precision_aware_optimizer, **_given(args))
+    precision_aware = args.use_precision_aware_optimizer
+    AltoOptimizerConfig(optimizer=args.optimizer, use_precision_aware_optimizer=precision_aware, **_given(args))
     with _masked_as_adam(args):
         return original(args, *rest, **kwargs)
 
@@ -147,7 +148,7 @@ def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
 def _print_args(original: Callable[..., Any], title: str, args: Any) -> None:
     """The log should name the optimizer that trains, not the mask."""
     if id(args) in _masked:
-        args.optimizer = NAME
+        args.optimizer = _masked[id(args)]
         try:
             original(title, args)
         finally:
@@ -158,7 +159,7 @@ def _print_args(original: Callable[..., Any], title: str, args: Any) -> None:
 
 def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any) -> Any:
     _refuse_flags_of_another_optimizer(args)
-    if args.optimizer != NAME:
+    if args.optimizer not in NAMES:
         return original(args)
     with _masked_as_adam(args):
         config, *rest = original(args)
@@ -166,7 +167,7 @@ def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any) -> A
         raise ValueError(_unknown(f"get_megatron_optimizer_config returns a {type(config).__name__} first"))
     known = {f.name: getattr(config, f.name) for f in fields(AltoOptimizerConfig) if f.init and hasattr(config, f.name)}
     known["alto_checkpoint_format"] = _checkpoint_format(args)
-    return AltoOptimizerConfig(**{**known, **_given(args), "optimizer": NAME}), *rest
+    return AltoOptimizerConfig(**{**known, **_given(args), "optimizer": args.optimizer}), *rest
 
 
 def _checkpoint_format(args: Any) -> str:
@@ -188,7 +189,9 @@ def _given(args: Any) -> dict[str, Any]:
 
 def _refuse_flags_of_another_optimizer(args: Any) -> None:
     given = [flag for flag, (field, *_) in _FLAGS.items() if hasattr(args, field)]
-    if given and args.optimizer != NAME:
+    if args.optimizer == LAMB and "--alto-alpha" in given:
+        raise ValueError(f"--alto-alpha has no effect with --optimizer {LAMB}; say --optimizer {NAME}, or leave it out")
+    if given and args.optimizer not in NAMES:
         raise ValueError(
             f"{', '.join(given)} would have no effect with --optimizer {args.optimizer}; say --optimizer {NAME}, or "
             "leave it out"
@@ -197,13 +200,13 @@ def _refuse_flags_of_another_optimizer(args: Any) -> None:
 
 @contextmanager
 def _masked_as_adam(args: Any) -> Iterator[None]:
-    args.optimizer = _MASK
-    _masked.add(id(args))
+    name, args.optimizer = args.optimizer, _MASK
+    _masked[id(args)] = name
     try:
         yield
     finally:
-        _masked.discard(id(args))
-        args.optimizer = NAME
+        del _masked[id(args)]
+        args.optimizer = name
 
 
 # -- wrapping ----------------------------------------------------------------------------------------------

@@ -16,6 +16,11 @@ from ..states import check_dtype
 
 NAME = "alto"
 
+#: ALTO with alpha 0, under the name that its users know.
+LAMB = "lamb"
+
+NAMES = (NAME, LAMB)
+
 #: ALTO's options for the precision of its states.
 STATE_DTYPES = ("grad_ema_dtype", "exp_avg_dtype")
 
@@ -117,13 +122,22 @@ PRECISION_AWARE = (
 
 def of(config: OptimizerConfig, name: str) -> Any:
     """A value of ALTO's own; a plain OptimizerConfig has the defaults."""
+    if name == "alpha" and is_lamb(config):
+        return 0.0
     return getattr(config, f"alto_{name}", getattr(AltoOptimizerConfig, f"alto_{name}"))
+
+
+def is_lamb(config: OptimizerConfig) -> bool:
+    return str(config.optimizer).lower() == LAMB
 
 
 def check(config: OptimizerConfig) -> Hyperparameters:
     """The hyperparameters that a config stands for, or a ValueError that names what is wrong with it."""
     if config.lr is None:
         raise ValueError("ALTO under Megatron: lr is not set; give OptimizerConfig(lr=...) (--lr)")
+    alpha = getattr(config, "alto_alpha", 0)
+    if is_lamb(config) and alpha not in (0, AltoOptimizerConfig.alto_alpha):
+        raise ValueError(f'alto_alpha={alpha} has no effect on LAMB; set optimizer="{NAME}" (--optimizer {NAME})')
     check_kernel(of(config, "kernel"))
     Diagnostics(of(config, "diagnostics_every"))
     for name in STATE_DTYPES:

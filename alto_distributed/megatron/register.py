@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core import optimizer as core_optimizer
 
 from .build import build
-from .config import NAME
+from .config import NAMES
 from .versions import check_version
 
 _FUNCTION = "get_megatron_optimizer"
@@ -31,7 +31,7 @@ def register() -> None:
     @functools.wraps(original)
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        if str(bound.arguments["config"].optimizer).lower() == NAME:
+        if str(bound.arguments["config"].optimizer).lower() in NAMES:
             return build(original, bound)
         return original(*args, **kwargs)
 

@@ -99,21 +99,22 @@ def forget():
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, registration._Frameworks)]
 
 def use(line):
+    name = line.split()[1]
     arguments, initialize, training, elsewhere = load(NAMES)
     args = arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args(line.split())
     for validate in (arguments.validate_args, initialize.validate_args, training.validate_args):
         arguments.seen.clear()
         validate(args)
-        assert arguments.seen == [("validated", "adam"), ("printed", "alto")], arguments.seen
+        assert arguments.seen == [("validated", "adam"), ("printed", name)], arguments.seen
         try:
             validate(args, {"some": "defaults"})
         except AssertionError as error:
             assert str(error) == "as Megatron does"
-        assert args.optimizer == "alto"
+        assert args.optimizer == name
     for function in (training.get_megatron_optimizer_config, elsewhere.get_megatron_optimizer_config):
         config, overrides = function(args)
         assert type(config) is sys.modules["alto_distributed.megatron"].AltoOptimizerConfig
-        assert (config.optimizer, config.lr, config.clip_grad, overrides) == ("alto", 0.25, 0.75, {"overrides": 1})
+        assert (config.optimizer, config.lr, config.clip_grad, overrides) == (name, 0.25, 0.75, {"overrides": 1})
     return config
 
 orders = 0
@@ -129,6 +130,9 @@ for order in itertools.permutations(NAMES):
         orders += 1
 assert use("--optimizer alto --alto-eps 1e-7").alto_eps == 1e-7
 assert use("--optimizer alto").alto_betas == (0.99, 0.9, 0.99)
+config = use("--optimizer lamb --alto-eps 1e-7")
+from alto_distributed.megatron.config import check
+assert (config.optimizer, check(config).alpha, check(config).eps[0]) == ("lamb", 0.0, 1e-7)
 
 def refused(do, says):
     try:
@@ -145,6 +149,7 @@ for do in (arguments.validate_args, training.get_megatron_optimizer_config):
     line = "--optimizer sgd --alto-adopt --alto-kernel torch"
     refused(lambda: do(parse(line)), "--alto-kernel, --alto-adopt would have no effect with --optimizer sgd")
 refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-eps 1 2")), "three")
+refused(lambda: arguments.validate_args(parse("--optimizer lamb --alto-alpha -2")), "no effect with --optimizer lamb")
 refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-alpha 100.5")), "alpha=100.5 is out of range")
 refused(lambda: arguments.validate_args(parse("--optimizer alto --use-precision-aware-optimizer")), "precision-aware")
 

@@ -21,7 +21,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 import alto_distributed.deepspeed
-from alto_distributed import ALTO, param_groups
+from alto_distributed import ALTO, LAMB, param_groups
 from alto_distributed.deepspeed.build import split_bare_parameters
 from alto_distributed.deepspeed.layout import LayoutBuilder
 from alto_distributed.sharding import ShardLayout
@@ -704,6 +704,28 @@ def case_muon_8442_stage_0_runs_the_chosen_optimizer(setting):
         assert type(engine.basic_optimizer) is ALTO
         assert {int(s["step"]) for s in engine.basic_optimizer.state.values()} == {2}
         assert all(s["grad_ema"].any() for p, s in engine.basic_optimizer.state.items() if p.shape != (3, 3))
+
+
+@worlds(2)
+def case_lamb_is_ours_if_it_is_asked_for():
+    """ "type": "LAMB" was DeepSpeed's, with a ratio for each shard of its own, and stays so."""
+    params = {"lr": 0.01, "betas": [0.9, 0.99], "weight_decay": 0.01, "trust_clip": [0.01, 10.0]}
+    results = []
+    for name, more in (("LAMB", {"implementation": "alto"}), ("ALTO_LAMB", {})):
+        for zero in (None, {"stage": 2}, {"stage": 3}):
+            torch.manual_seed(0)
+            with running(network(), config(zero, name=name, params={**params, **more})) as engine:
+                train(engine, steps=3)
+                assert type(engine.basic_optimizer) is LAMB
+                assert all("grad_ema" not in state for state in engine.basic_optimizer.state.values())
+                results.append(weights(engine))
+    for other in results[1:]:
+        for name, weight in results[0].items():
+            torch.testing.assert_close(other[name], weight, rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="FusedLamb.*trust_clip"):  # DeepSpeed's own, which does not know it
+        deepspeed.initialize(model=network(), config=config(name="LAMB", params=params))
+    with pytest.raises(ValueError, match=r'"implementation": .apex. of LAMB is not "alto"'):
+        deepspeed.initialize(model=network(), config=config(name="Lamb", params={**params, "implementation": "apex"}))
 
 
 # -- refusals ------------------------------------------------------------------------------------------
