@@ -67,8 +67,10 @@ class ALTO(ALTOBase):
         grad_ema_dtype: "bfloat16" keeps this state in 2 bytes a parameter instead of 4, with stochastic rounding.
         exp_avg_dtype: the same for the first moment.
         maximize: climb instead of descend.
-        foreach, fused: accepted, since frameworks set them; ``kernel`` says what computes a step.
-        capturable, differentiable: refused unless False.
+        foreach: accepted, since frameworks set it; ``kernel`` says what computes a step.
+        fused: the same.
+        capturable: refused unless False.
+        differentiable: the same.
 
     Options may also be keys of the parameter groups, the same in all of them.
 

@@ -87,16 +87,18 @@ def run(name: str, version: str) -> dict[str, Any]:
 def run_cases(name: str, version: str, variables: dict[str, str]) -> tuple[int, list[str]]:
     """The cases over two ranks: how many passed, and the names of the others."""
     sys.path.insert(0, str(ROOT))
-    os.environ["EXHAUSTIVE"] = "1"  # all cells, here and on the ranks
+    os.environ["EXHAUSTIVE"] = "1"  # all cells, as these modules are imported here and on the ranks
     from tests.helpers.cases import Launch
     from tests.helpers.launcher import SKIPPED
     from tests.helpers.launcher import run as run_ranks
+
+    del os.environ["EXHAUSTIVE"]  # test files of other combinations do without
 
     folder = CACHE / f"ranks-{name}-{version}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     launch = Launch(CASES[name], 2, "cpu")
-    outcomes = run_ranks(launch, [*launch.cases()], folder, timeout=3600, **variables)
+    outcomes = run_ranks(launch, [*launch.cases()], folder, timeout=3600, EXHAUSTIVE="1", **variables)
     outcomes = {case: problem for case, problem in outcomes.items() if not (problem or "").startswith(SKIPPED)}
     failed = {case: problem for case, problem in outcomes.items() if problem}
     (CACHE / f"{name}-{version}.log").write_text("\n\n".join(f"{case}\n{why}" for case, why in failed.items()))

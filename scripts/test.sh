@@ -5,7 +5,7 @@
 #   scripts/test.sh --device pretend   the same on an accelerator that is not there (tests/helpers/pretend)
 #
 #   EXHAUSTIVE=1  also the variations that everyday runs leave out, such as every setting at four ranks
-#   JOBS=2        groups of tests that run at a time; 0 runs them one after the other in this process
+#   JOBS=2        test files that run at a time; 0 runs them one after the other in this process
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "$0")/setup.sh" dev
@@ -32,5 +32,5 @@ linter=$(dirname "$PY")/lint-imports
 if [ -x "$linter" ]; then
     contracts=$("$linter" 2>&1) || { printf '%s\n' "$contracts" && exit 1; }
 fi
-# By group: a launch of ranks serves all of its tests (tests/conftest.py, which has the longest first).
-"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadgroup --no-loadscope-reorder "$@"
+# By file, and some by test function: a launch of ranks serves many tests. The longest first, as tests/conftest.py says.
+"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -1,6 +1,7 @@
 """Settings every test needs, set before torch is imported."""
 
 import os
+from pathlib import Path
 
 # bf16 matrix products die with SIGILL on hosts that advertise AMX without letting it be used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -12,7 +13,7 @@ import torch
 from hypothesis import settings
 
 from tests.helpers import launcher
-from tests.helpers.cases import EXHAUSTIVE, Case, with_all_before
+from tests.helpers.cases import EXHAUSTIVE, Case
 from tests.helpers.pretrain_runs import prepare_tokens
 
 # One launch of processes may serve many examples, so a single one may be slow. CI runs are repeatable; exhaustive ones
@@ -27,35 +28,28 @@ LONGEST_FIRST = (
     *("test_deepspeed_checkpoints", "test_checkpoint_faults", "test_deepspeed_parallel", "test_deepspeed_launch"),
     *("test_sharded", "test_estimate", "test_evidence", "test_restarts", "test_triton"),
 )
+#: Files whose test functions share neither ranks nor costly fixtures: these may run beside each other.
+BY_FUNCTION = ("test_pretend", "test_sharded", "test_checkpoint_faults", "test_estimate", "test_deepspeed_launch")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    group_by_ranks(items)
 
 
-def group_by_ranks(items):
-    """With ``--dist loadgroup``: tests that share ranks or their files go to one worker, others by file.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """``--dist loadfile``, with some files by test function. What a launch of ranks serves stays together."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
 
-    Unless a test has a mark of its own, which it may have if it uses no fixture of its file.
-    """
-    groups = {}  # (path, launch) -> the first of its group
-    for item in items:
-        if case := case_of(item):
-            together = {groups.setdefault((item.path, launch), launch) for launch in with_all_before([case])}
-            if len(together) > 1:
-                groups |= {
-                    key: case.launch for key, first in groups.items() if key[0] == item.path and first in together
-                }
-    for item in items:
-        if item.get_closest_marker("xdist_group"):
-            continue
-        case = case_of(item)
-        first = groups[item.path, case.launch] if case else None
-        name = item.path.stem if first is None else f"{item.path.stem} {list(groups).index((item.path, first))}"
-        item.add_marker(pytest.mark.xdist_group(name))
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            path, _, test = nodeid.partition("::")
+            return f"{path}::{test.partition('[')[0]}" if Path(path).stem in BY_FUNCTION else path
+
+    return Scheduling(config, log)
 
 
 def case_of(item):

@@ -196,7 +196,6 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, tokens, tmp_
     assert records(into)[-1]["valid_loss"] == records(folder / engine)[-1]["valid_loss"]
 
 
-@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 def test_stopped_between_evaluations_in_bf16_and_resumed(tokens, tmp_path):
     """Megatron gathers the weights of a step in the forward pass after it, and here there is none before the save."""
@@ -230,7 +229,6 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, toke
     assert checkpoint_bits(into, STEPS) == checkpoint_bits(folder / engine, STEPS)
 
 
-@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", everyday("deepspeed"))
 def test_a_rank_that_hangs_is_not_waited_for_longer_than_said(engine, tokens, tmp_path):
@@ -293,7 +291,6 @@ def test_resumed_in_another_layout(layout, whole, tokens, tmp_path):
     assert list(losses(into).values()) == pytest.approx(list(losses(folder / "megatron").values()), rel=1e-5)
 
 
-@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 def test_asked_to_end_it_saves_first_and_keeps_so_many(tokens, tmp_path):
     """SIGTERM to every process, as a scheduler sends it; in bf16, with TensorBoard."""
@@ -311,7 +308,6 @@ def test_asked_to_end_it_saves_first_and_keeps_so_many(tokens, tmp_path):
     assert list((into / "tensorboard").glob("events*"))
 
 
-@pytest.mark.xdist_group("runs by themselves")
 @pytest.mark.slow
 def test_optimizers_are_compared_from_the_same_start(tokens, tmp_path):
     into = tmp_path / "compared"

@@ -11,7 +11,7 @@ PAGES = [
     *sorted((REPO / "docs").glob("**/*.md")),
     *sorted((REPO / "configs").glob("*/README.md")),
 ]
-LONGEST_CELL = 160
+LONGEST_CELL = 100
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -88,3 +88,14 @@ def test_every_page_is_in_the_navigation():
     navigation = (REPO / "mkdocs.yml").read_text()
     pages = [str(page.relative_to(REPO / "docs")) for page in PAGES if page.is_relative_to(REPO / "docs")]
     assert [page for page in pages if f": {page}\n" not in navigation] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tests_that_a_page_names_exist(page):
+    """Files of tests were renamed, and pages went on naming the old ones."""
+    if page.name == "CHANGELOG.md":
+        return  # it tells what was
+    named = re.findall(r"`(?:[\w/]+/)?(test_\w+|cases/[\w*]+)(\.py)?(?:\[[^`]*\])?`", page.read_text())
+    sources = "\n".join(path.read_text() for path in (REPO / "tests").glob("*/test_*.py"))
+    files = [file for file, suffix in named if suffix and not list((REPO / "tests").glob(f"**/{file}.py"))]
+    assert files + [test for test, suffix in named if not suffix and f"def {test}(" not in sources] == []

@@ -3,7 +3,7 @@
 import sys
 
 from alto_distributed.__main__ import main
-from tests import devices
+from tests.helpers import devices
 
 if __name__ == "__main__":
     devices.install(sys.argv[sys.argv.index("--engine") + 1])
