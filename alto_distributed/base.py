@@ -184,6 +184,8 @@ class ALTOBase(EagerStep):
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``. A step that may have been skipped is waited for, so that the count is right."""
         self._skipped.resolve_pending()
+        for plan in self._plans.values():
+            plan.witness.resolve()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

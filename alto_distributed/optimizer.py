@@ -207,8 +207,9 @@ class ALTO(ALTOBase):
 
         partial: dict[torch.device, torch.Tensor] = {}
         prepared: dict[torch.device, Any] = {}
+        missing = plan.missing(ready)
         for device, shards in inputs.shards.items():
-            partial[device] = plan.norms.zeros(device)
+            partial[device] = plan.norms.zeros(device) if partial else plan.witness.table(device, plan.norms, missing)
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
 
         ratio_of_slot, step_sizes = trust_ratio.complete(plan, self.param_groups, hypers, partial)

@@ -58,6 +58,7 @@ def complete(
         ratios = torch.ones(count, dtype=sums_dtype(device), device=device)
     else:
         sums = plan.norms.complete(partial)
+        plan.witness.look(sums, plan.norms)
         theta_norm, r_norm = sums[:NONZERO].sqrt()
         has_gradient = sums[NONZERO] != 0
         ratios = torch.ones_like(theta_norm)

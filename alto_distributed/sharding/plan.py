@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,10 @@ from . import dtensor
 from .agreement import describe_parameters, require_agreement, require_whole
 from .layout import LogicalParameter, Segment, ShardLayout
 from .norms import NormTable, SlotIndex
+from .witness import GradientWitness
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class PlannedTensor:
@@ -95,7 +99,8 @@ class StepPlan:
         """Kept, so that no other tensor gets the id of one of them."""
         self.labels = _labels(groups, resolved, layouts)
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
-        self.norms = NormTable([*everything, *joined])
+        self.witness = GradientWitness([_groups_of_dtensor(*pair) for group in resolved for pair in group])
+        self.norms = NormTable([*everything, *joined, *self.witness.parameters])
         places = itertools.count()
         self.groups = [
             [PlannedTensor(layout, self.norms.slots, next(places)) for _, layout in group] for group in resolved
@@ -127,7 +132,19 @@ class StepPlan:
         held = torch.zeros(len(self.norms.slots), dtype=torch.int64, device="cpu")
         for segment in (s for group in self.groups for planned in group for s in planned.layout.segments):
             held[self.norms.slots[segment.parameter.name]] += segment.length
+        for parameter in self.witness.parameters:
+            held[self.norms.slots[parameter.name]] += 1
         require_whole(self.norms.total(held), self.norms.parameters)
+
+    def missing(self, ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]]) -> list[int]:
+        """The places of the tensors that are not among ``ready``."""
+        if len(ready) == len(self.tensors):
+            return []
+        return sorted(set(range(len(self.tensors))).difference(planned.place for planned, *_ in ready))
+
+
+def _groups_of_dtensor(tensor: torch.Tensor, layout: ShardLayout) -> Sequence[ProcessGroup]:
+    return layout.segments[0].parameter.groups if dtensor.is_dtensor(tensor) and layout.segments else ()
 
 
 def _labels(
