@@ -15,6 +15,7 @@ and returned would leave the others waiting for it in the collective of the norm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class SkippedSteps:
         """
         told = scaled.flags(groups) if scaled is not None else None
         if self.on:
-            found = flag_over(everyone(self.group), gradients)
+            found = flag_over(everyone(self.group), gradients, squared=True)
             found = torch.cat([found, torch.zeros_like(found)])
             told = found if told is None else torch.maximum(*_together(found, told))
         return told
@@ -124,14 +125,14 @@ def _together(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tor
     return (one, other.to(one.device)) if one.device.type != "cpu" else (one.to(other.device), other)
 
 
-def flag_over(group: ProcessGroup | None, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def flag_over(group: ProcessGroup | None, gradients: Iterable[torch.Tensor], squared: bool = False) -> torch.Tensor:
     """:func:`flag_of` the gradients of all ranks of ``group``, on the device where they exchange numbers."""
     if group is None:
-        return flag_of(gradients)
-    return reduce_on_group_device(flag_of(gradients, home_of(group)), group, "MAX")
+        return flag_of(gradients, squared=squared)
+    return reduce_on_group_device(flag_of(gradients, home_of(group), squared), group, "MAX")
 
 
-def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU) -> torch.Tensor:
+def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU, squared: bool = False) -> torch.Tensor:
     """[1.0] if any element is not finite, else [0.0], on an accelerator if one of the tensors is there.
 
     The largest magnitude is NaN or infinite if and only if an element is; unlike a sum it cannot overflow, and
@@ -140,13 +141,18 @@ def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU) -> torc
     Args:
         gradients: what to look at.
         home: where the flag is made if there is no element at all.
+        squared: whether the square must be finite too, in the precision of the states. For gradients that are used as
+            they are: the adapted gradient is at most twice the largest.
     """
     largest: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
             norm = torch.linalg.vector_norm(gradient, ord=float("inf"))
             largest.setdefault((norm.device, norm.dtype), []).append(norm)
-    flags = [torch.stack(norms).isfinite().all().logical_not().float().view(1) for norms in largest.values()]
+    flags = [
+        (torch.stack(norms) < (_largest_to_square(dtype) if squared else math.inf)).all().logical_not().float().view(1)
+        for (_, dtype), norms in largest.items()
+    ]
     flags.sort(key=lambda flag: flag.device.type == "cpu")
     if not flags:
         return torch.zeros(1, dtype=torch.float32, device=home)
@@ -154,3 +160,8 @@ def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU) -> torc
     for flag in flags[1:]:
         whole = torch.maximum(whole, flag.to(whole.device))
     return whole
+
+
+def _largest_to_square(dtype: torch.dtype) -> float:
+    """Half the root of the largest number of a state: 9e18 for float32."""
+    return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max) / 2

@@ -223,3 +223,27 @@ def test_whether_the_host_reads_the_flag_follows_from_the_group(backend, held, t
         flag = skipped.flags(gradients, None, ())
         assert flag.device == torch.device("cpu" if backend == "cpu:gloo,cuda:gloo" else "cuda:1")
         assert skipped.is_readable(flag) == (flag.device.type == "cpu")
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_finite_gradient_whose_square_is_not(kernel, dtype):
+    """1e21 left exp_avg_sq infinite for good. skip_nonfinite skips it; without it, that is as with Adam."""
+    huge = 1e200 if dtype == torch.float64 else 1e21
+    for skips in (True, False):
+        p = nn.Parameter(torch.linspace(0.5, 2, 6, dtype=dtype).reshape(2, 3))
+        optimizer = ALTO([p], skip_nonfinite=skips, kernel=kernel)
+        for k in range(4):
+            p.grad = torch.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3)
+            if k == 1:
+                p.grad[0, 0] = huge
+            before = p.detach().clone()
+            optimizer.step()
+            assert torch.equal(p, before) == (skips and k == 1)
+            assert p.isfinite().all()
+        assert optimizer.skipped_steps == int(skips)
+        assert optimizer.state[p]["exp_avg_sq"].isinf().sum() == (0 if skips else 1)
+    adam = torch.optim.Adam([p])
+    p.grad[0, 0] = huge
+    adam.step()
+    assert adam.state[p]["exp_avg_sq"].isinf().sum() == 1
