@@ -23,6 +23,9 @@ GRAD_EMA_BETA1 = "grad_ema_beta1"
 #: States that may be kept in bfloat16, with stochastic rounding. exp_avg_sq may not: a root is taken of it.
 SHRINKABLE = (EXP_AVG, GRAD_EMA)
 
+#: The options that choose their precision.
+STATE_DTYPES = tuple(f"{key}_dtype" for key in SHRINKABLE)
+
 #: What an option for the precision of a state may say; None is the usual precision.
 DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 

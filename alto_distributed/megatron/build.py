@@ -39,7 +39,7 @@ WRAPPERS: dict[type, type] = {
 }
 
 #: Of the config, besides hyperparameters: what must be the same on all ranks.
-_OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", *configs.STATE_DTYPES)
+_OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", *states.STATE_DTYPES)
 
 
 def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
@@ -118,7 +118,7 @@ def _exchange(wrapper: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> N
         [{"params": []}],
         kernel=configs.of(config, "kernel"),
         diagnostics_every=configs.of(config, "diagnostics_every"),
-        **{name: configs.of(config, name) for name in configs.STATE_DTYPES},
+        **{name: configs.of(config, name) for name in states.STATE_DTYPES},
         **hyper.as_group(),
     )
     for group in adam.param_groups:

@@ -45,6 +45,11 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"choices": LAYERWISE_MODES},
         "which parameters get the layer-wise ratio",
     ),
+    "--alto-trust-clip": (
+        "alto_trust_clip",
+        {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")},
+        "limits of the layer-wise ratio",
+    ),
     "--no-alto-bias-correction": (
         "alto_bias_correction",
         {"action": "store_false"},

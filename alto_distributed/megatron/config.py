@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from ..diagnostics import Diagnostics
 from ..hyperparameters import DEFAULT_LR, Hyperparameters
 from ..kernels import check_kernel
-from ..states import check_dtype
+from ..states import STATE_DTYPES, check_dtype
 
 NAME = "alto"
 
@@ -20,9 +20,6 @@ NAME = "alto"
 LAMB = "lamb"
 
 NAMES = (NAME, LAMB)
-
-#: ALTO's options for the precision of its states.
-STATE_DTYPES = ("grad_ema_dtype", "exp_avg_dtype")
 
 
 @dataclass
@@ -49,6 +46,9 @@ class AltoOptimizerConfig(OptimizerConfig):
     alto_layerwise: str = Hyperparameters.layerwise
     """Which parameters get the layer-wise ratio: "decayed" (all but those with ``wd_mult`` 0: biases and
     vectors), "matrices", "all" or "none"."""
+
+    alto_trust_clip: tuple[float, float] | None = Hyperparameters.trust_clip
+    """(low, high), limits of the layer-wise ratio; None for no limits."""
 
     alto_bias_correction: bool = Hyperparameters.bias_correction
     """False is the paper's "ALTO Vanilla"."""
@@ -145,7 +145,7 @@ def check(config: OptimizerConfig) -> Hyperparameters:
     for name in ("bias_correction", "skip_nonfinite", "adopt"):
         if not isinstance(of(config, name), bool):
             raise ValueError(f"alto_{name}={of(config, name)!r} must be True or False")
-    names = ("betas", "alpha", "eps", "layerwise", "bias_correction")
+    names = ("betas", "alpha", "eps", "layerwise", "bias_correction", "trust_clip")
     return Hyperparameters(lr=config.lr, weight_decay=config.weight_decay, **{name: of(config, name) for name in names})
 
 

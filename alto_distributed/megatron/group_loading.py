@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from ..hyperparameters import ADDED_LATER
 from ..states import GRAD_EMA, GRAD_EMA_BETA1, STEP
 
 #: Hyperparameters that Megatron's scheduler does not set: a resumed run has the checkpoint's.
-_FIXED = ("alpha", "betas", "eps", "layerwise", "bias_correction")
+_FIXED = ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip")
 
 #: What the scheduler makes the rate and the decay of a group from. Since 0.19 Megatron pairs groups by these too.
 _SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -55,6 +56,9 @@ def take_over(saved: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]]
             f"{with_it} has {GRAD_EMA!r} and {without} has not (alpha 0 is LAMB): load with the alpha that was saved, "
             f"alto_alpha={saved[0]['alpha']} (--alto-alpha)"
         )
+    for group in saved:
+        for name in ADDED_LATER:  # not in checkpoints of earlier versions
+            group.setdefault(name, current[0][name])
     for name in _FIXED:  # the same in all groups: overrides of them are refused
         if saved[0][name] != current[0][name]:
             warnings.warn(

@@ -15,13 +15,12 @@ from torch import nn
 from ..extras import require
 from ..optimizer import ALTO
 from ..param_groups import param_groups
-from .config.optimizer_options import ALTO_NAMES, NAMES, STATE_DTYPES, default_options
+from .config.optimizer_options import ALTO_NAMES, NAMES, default_options
 from .config.settings import Run
 
 __all__ = [
     "ALTO_NAMES",
     "NAMES",
-    "STATE_DTYPES",
     "THIRD_PARTY",
     "arguments",
     "build_groups",

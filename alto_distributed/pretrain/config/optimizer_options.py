@@ -15,13 +15,13 @@ from typing import Any
 
 from ...errors import did_you_mean, named
 from ...hyperparameters import Hyperparameters, check_beta, check_eps
-from ...states import check_dtype
+from ...states import STATE_DTYPES, check_dtype
 
-#: Options of ALTO's that choose the precision of a state.
-STATE_DTYPES = ("grad_ema_dtype", "exp_avg_dtype")
+#: Settings of their own, and what no run wants.
+_ELSEWHERE = ("lr", "weight_decay", "maximize")
 
 _ALTO = {
-    **{key: value for key, value in Hyperparameters().as_group().items() if key not in ("lr", "weight_decay")},
+    **{key: value for key, value in Hyperparameters().as_group().items() if key not in _ELSEWHERE},
     "kernel": "auto",
     **dict.fromkeys(STATE_DTYPES, "float32"),
 }
@@ -87,7 +87,9 @@ def resolve(name: str, lr: float, weight_decay: float, chosen: Mapping[str, Any]
     others = {option: options.pop(option) for option in ("kernel", *STATE_DTYPES) if option in options}
     for option in others.keys() & STATE_DTYPES:
         check_dtype(f"optimizer.options.{option}", others[option])
-    return {**Hyperparameters(**options).as_group(), **others}
+    hyper = Hyperparameters(**options).as_group()
+    del hyper["maximize"]
+    return {**hyper, **others}
 
 
 def _betas(name: str, value: Any) -> tuple[float, ...]:

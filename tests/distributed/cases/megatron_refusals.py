@@ -515,6 +515,7 @@ def case_replace_keeps_what_is_ours():
         "alto_bias_correction": False,
         "alto_kernel": "reference",
         "alto_diagnostics_every": 7,
+        "alto_trust_clip": (0.1, 10.0),
         "alto_skip_nonfinite": True,
         "alto_grad_ema_dtype": "bfloat16",
         "alto_exp_avg_dtype": "bfloat16",

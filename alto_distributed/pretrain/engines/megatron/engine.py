@@ -25,7 +25,7 @@ from ....megatron.param_gather import finish_param_gather
 from ...checkpoint.io import Written
 from ...config.settings import Run
 from ...model import initial_weights, seed_from
-from ...optimizers import ALTO_NAMES, STATE_DTYPES, arguments
+from ...optimizers import ALTO_NAMES, arguments
 from ...runtime.same_settings import same_settings
 from ...runtime.stopwatch import Stopwatch
 from ..base import Step
@@ -192,12 +192,6 @@ def optimizer_config(run: Run, dtype: torch.dtype) -> OptimizerConfig:
         "initial_loss_scale": 2.0**16,
     }
     if name in ALTO_NAMES:
-        for option in STATE_DTYPES:
-            if str(options.pop(option, "float32")).removeprefix("torch.") != "float32":
-                raise ValueError(
-                    f"optimizer.options.{option}: under Megatron states are float32, for its checkpoint formats have "
-                    "not been tested with others; leave it out, or use --engine deepspeed"
-                )
         format_ = run.megatron.checkpoint_format if run.megatron.distributed_optimizer else ""
         ours = {f"alto_{option}": value for option, value in options.items()}
         return AltoOptimizerConfig(**common, **ours, alto_checkpoint_format=format_)
