@@ -23,7 +23,7 @@ from ..errors import UnsupportedVersion
 
 #: Releases in which the tests ran (scripts/matrix.py), oldest first. Others warn.
 SUPPORTED_VERSIONS = (
-    "0.16.9", "0.17.6", "0.18.0", "0.18.3",
+    "0.16.9", "0.17.6", "0.18.0", "0.18.1", "0.18.2", "0.18.3", "0.18.4", "0.18.5", "0.18.6",
     "0.19.0", "0.19.1", "0.19.2", "0.19.3", "0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8",
 )  # fmt: skip
 
