@@ -11,6 +11,7 @@ The inputs of E are those that PyTorch has for the base. What cannot be, with th
 """
 
 import copy
+import inspect
 import io
 import itertools
 import pickle
@@ -29,6 +30,7 @@ from torch.testing._internal.common_optimizers import (
     optim_db,
 )
 
+import alto_distributed
 from alto_distributed import ALTO, E
 
 
@@ -223,6 +225,32 @@ def test_nothing_moves_without_a_gradient(info, kwargs):
     optimizer.step()
     assert_same([p.detach() for p in params], before)
     assert not optimizer.state or all("step" not in state for state in optimizer.state.values())
+
+
+@every_info
+def test_zero_gradients_are_no_signal(info):
+    """ALTO keeps the weights, also with decay and after a history; the others do so without either."""
+    with_history = issubclass(info.optim_cls, ALTO)
+    params = problem()
+    optimizer = info.optim_cls(params, lr=0.01, weight_decay=0.1 if with_history else 0.0)
+    if with_history:
+        run(optimizer, params, 3)
+    before = [p.detach().clone() for p in params]
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert_same([p.detach() for p in params], before)
+
+
+@pytest.mark.parametrize("cls", [ALTO, alto_distributed.LAMB])
+def test_a_signature_for_type_checkers(cls):
+    """Unknown names are refused with a hint, and yet no **unknown hides them from a type checker."""
+    parameters = inspect.signature(cls).parameters
+    assert not [p for p in parameters.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    assert {"lr", "betas", "eps", "weight_decay", "maximize", "foreach", "fused"} < set(parameters)
+    with pytest.raises(TypeError, match=f"'weight_deca' is not a hyperparameter of {cls.__name__}; did you mean"):
+        cls(problem(), weight_deca=0.1)
 
 
 @every_info

@@ -342,8 +342,26 @@ def case_what_megatron_says_of_other_optimizers():
     with parallel(Layout()):
         with pytest.raises(AssertionError, match="Only Adam.* HybridDeviceOptimizer"):
             Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="sgd", lr=LR))
-        with pytest.raises(Exception, match="lamb.*(is not supported|is required)|required for optimizer=.lamb."):
-            Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="lamb", lr=LR))
+        with pytest.raises(Exception, match="lars.*(is not supported|is required)|required for optimizer=.lars."):
+            Megatron(job, Layout(), optimizer=OptimizerConfig(optimizer="lars", lr=LR))
+
+
+@worlds(2)
+@each({"distributed optimizer": True, "replicated": False})
+def case_lamb_by_its_name(setting):
+    """optimizer="lamb" is ALTO with alpha 0, and has no third state."""
+    job = Job()
+    options = {**ALTO_OPTIONS, "alpha": 0.0}
+    expected = reference(job, lambda groups: ALTO(groups, layerwise=job.layerwise, **options))
+    config = dataclasses.replace(alto_config(job), optimizer="lamb")
+    with parallel(Layout()):
+        engine = Megatron(job, Layout(), distributed=setting, optimizer=config).train()
+        assert largest_gap(engine, expected) <= 1e-6
+        alto = engine.wrappers[0].optimizer
+        assert {group["alpha"] for group in alto.param_groups} == {0.0}
+        assert all("grad_ema" not in state for state in alto.state.values())
+        with pytest.raises(ValueError, match=r"alto_alpha=-2.0 has no effect on LAMB; set optimizer=.alto."):
+            dataclasses.replace(config, alto_alpha=-2.0)
 
 
 @worlds(2)
