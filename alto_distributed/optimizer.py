@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from . import states, trust_ratio, version
@@ -41,7 +42,7 @@ from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import PlannedTensor, StepPlan, check_length
 from .state_dict import check_saved_by_alto, load_exactly
-from .step_inputs import StepInputs, check_fit, checked_gradient
+from .step_inputs import StepInputs, check_fit, checked_gradient, refuse_capture
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -296,6 +297,8 @@ class ALTO(Optimizer):
             self._kernel_on(device, skip).phase_two(shards, step_sizes.to(device), prepared[device])
         for target, flat in inputs.staged:
             target.copy_(flat.view(target.shape))
+        # Kernels that write through addresses do so behind autograd's back.
+        increment_version([self.param_groups[g]["params"][i] for _, g, i, _ in ready])
         return loss
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
@@ -330,6 +333,7 @@ class ALTO(Optimizer):
                     self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
             kernel_for(self._kernel, device, self._proved)  # refuses a device that the kernel cannot serve
+            refuse_capture(device)
         return ready
 
     def _collect(

@@ -84,3 +84,13 @@ def check_fit(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]
                 f"a parameter of shape {tuple(here.shape)} has memory for {max(available, 0)} elements: its storage "
                 "was resized. Restore it before step()"
             )
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise while a CUDA graph is captured: it would replay this one step's numbers for good."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "ALTO's step() cannot be captured in a CUDA graph: the learning rate, the bias corrections and the step count "
+            "are numbers of the host, which a graph would replay for good. Capture forward and backward, and call step() "
+            "outside of the graph"
+        )
