@@ -75,8 +75,8 @@ class ALTO(Optimizer):
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
         kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
-            is no compiler) and "torch" elsewhere; "triton" is for GPUs, and has not run on one yet; "reference" is
-            the definition. All give the same result.
+            is no compiler), "triton" on a GPU where it proves right at first use, and "torch" elsewhere; "reference"
+            is the definition. All give the same result.
         diagnostics_every: measure every parameter's ratio and norms each so many steps, for
             :meth:`diagnostics`; 0 for never.
         skip_nonfinite: skip a step if a gradient on any rank has an infinity or a NaN: all ranks together, with
