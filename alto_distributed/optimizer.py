@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from . import states, trust_ratio
 from .base import ALTOBase
@@ -30,7 +31,8 @@ from .kernels.rounding import seed_of
 from .options import OPTIONS, check_torch_options, refusing_unknown
 from .sharding.collective import anyone_objects
 from .sharding.plan import PlannedTensor, StepPlan
-from .step_inputs import StepInputs, check_fit, checked_gradient
+from .spans import PLAIN
+from .step_inputs import StepInputs, check_fit, checked_gradient, refuse_capture
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,8 +59,8 @@ class ALTO(ALTOBase):
         bias_correction: False is the paper's "ALTO Vanilla".
         trust_clip: (low, high), limits of the layer-wise ratio; None for no limits.
         kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
-            is no compiler) and "torch" elsewhere; "triton" is for GPUs, and has not run on one yet; "reference" is
-            the definition. All give the same result.
+            is no compiler), "triton" on a GPU where it proves right at first use, and "torch" elsewhere; "reference"
+            is the definition. All give the same result.
         diagnostics_every: measure every parameter's ratio and norms each so many steps, for
             :meth:`diagnostics`; 0 for never.
         skip_nonfinite: skip a step if a gradient on any rank has an infinity or a NaN: all ranks together, with
@@ -220,6 +222,8 @@ class ALTO(ALTOBase):
             self._kernel_on(device, skip).phase_two(shards, step_sizes.to(device), prepared[device])
         for target, flat in inputs.staged:
             target.copy_(flat.view(target.shape))
+        # Kernels that write through addresses do so behind autograd's back.
+        increment_version([self.param_groups[g]["params"][i] for _, g, i, _ in ready])
         return loss
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
@@ -234,14 +238,17 @@ class ALTO(ALTOBase):
     def _ready(self, plan: StepPlan) -> list[tuple[PlannedTensor, int, int, torch.Tensor]]:
         """What has a gradient: planned, place in the groups, and this rank's gradient. All of it is checked here."""
         ready: list[tuple[PlannedTensor, int, int, torch.Tensor]] = []
+        rounds = self._rounds
         for g, planned_tensors in enumerate(plan.groups):
             for i, (planned, param) in enumerate(zip(planned_tensors, self.param_groups[g]["params"], strict=True)):
                 if param.grad is not None:
                     ready.append((planned, g, i, checked_gradient(param, param.grad)))
                     check_fit(param, self.state.get(param, {}), self.state_keys)
-                    self._refuse_small_states(param)
+                    if rounds:
+                        self._refuse_small_states(param)
         for device in {grad.device for *_, grad in ready}:
             kernel_for(self._kernel, device, self._proved)  # refuses a device that the kernel cannot serve
+            refuse_capture(device)
         return ready
 
     def _collect(
@@ -253,39 +260,55 @@ class ALTO(ALTOBase):
         """The flat shards to work on, counted as one more step."""
         inputs = StepInputs(plan.kept_by_kernels)
         coefficients: dict[tuple[int, int], Coefficients] = {}
-        for planned, g, i, grad in ready:
-            group, hyper = self.param_groups[g], hypers[g]
-            param = group["params"][i]
-            state = self._state_of(param, group, hyper)
-            state[states.STEP] += 1
-            inputs.counters.append(state[states.STEP])
-            k = int(state[states.STEP])
+        ratios = [trust_ratio.ratio_for(group, hyper) for group, hyper in zip(self.param_groups, hypers, strict=True)]
+        found = [
+            self._state_of(self.param_groups[g]["params"][i], self.param_groups[g], hypers[g]) for _, g, i, _ in ready
+        ]
+        inputs.counters = [state[states.STEP] for state in found]
+        if inputs.counters:
+            torch._foreach_add_(inputs.counters, 1)
+        first, second, third = self.state_keys
+        rounds = self._rounds
+        for (planned, g, i, grad), state in zip(ready, found, strict=True):
+            param = self.param_groups[g]["params"][i]
+            k = int(state[states.STEP].item())
             if (g, k) not in coefficients:
-                coefficients[g, k] = Coefficients.at_step(hyper, k)
-
-            theta = states.in_memory_order(param, param)
-            flat = theta.reshape(-1)
-            if not theta.is_contiguous():
-                inputs.staged.append((theta, flat))
-            m, v, u = (states.flat_view(state[key], param) if key in state else None for key in self.state_keys)
+                coefficients[g, k] = Coefficients.at_step(hypers[g], k)
+            m, v, u = state[first], state[second], state.get(third)
+            if type(param) in PLAIN and param.is_contiguous():
+                flat = param
+                if param.ndim != 1:
+                    flat, grad, m, v = param.view(-1), grad.reshape(-1), m.view(-1), v.view(-1)
+                    u = None if u is None else u.view(-1)
+            else:
+                theta = states.in_memory_order(param, param)
+                flat = theta.reshape(-1)
+                if not theta.is_contiguous():
+                    inputs.staged.append((theta, flat))
+                grad = states.in_memory_order(grad, param).reshape(-1)
+                m, v = states.flat_view(m, param), states.flat_view(v, param)
+                u = None if u is None else states.flat_view(u, param)
             shard = FlatShard(
                 param=flat,
-                grad=states.in_memory_order(grad, param).reshape(-1),
-                exp_avg=cast(torch.Tensor, m),
-                exp_avg_sq=cast(torch.Tensor, v),
+                grad=grad,
+                exp_avg=m,
+                exp_avg_sq=v,
                 grad_ema=u,
-                spans=planned.spans(trust_ratio.ratio_for(group, hyper)),
+                spans=planned.spans(ratios[g]),
                 coefficients=coefficients[g, k],
-                seed=self._seed(param, planned, g, i),
+                seed=self._seed(param, planned, g, i) if rounds else 0,
                 place=planned.place,
             )
             inputs.add(shard, planned, k)
         return inputs
 
+    @property
+    def _rounds(self) -> bool:
+        """Whether a state is kept in low precision."""
+        return any(self._state_dtypes.values())
+
     def _seed(self, param: torch.Tensor, planned: PlannedTensor, g: int, i: int) -> int:
         """Of stochastic rounding; follows from the tensor's place, so replicas and resumed runs have the same."""
-        if not any(self._state_dtypes.values()):
-            return 0
         described = param in self._layouts and planned.layout.segments
         return seed_of(g, i, planned.layout.segments[0].parameter.name if described else "")
 

@@ -51,6 +51,15 @@ class StepInputs:
 
 def checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a gradient, or an error if ALTO cannot use it."""
+    if (
+        type(grad) in PLAIN
+        and type(param) in PLAIN
+        and grad.layout == torch.strided
+        and not grad.is_complex()
+        and grad.shape == param.shape
+        and not hasattr(param, "_fsdp_flattened")
+    ):
+        return grad  # as nearly always; what follows takes several times as long to say so
     refuse_unsupported_gradient("ALTO", grad)
     if getattr(param, "_fsdp_flattened", False):
         raise UnsupportedTensor(
@@ -69,7 +78,7 @@ def check_fit(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]
     A kernel that went by the old sizes would write into memory that belongs to something else.
     """
     shape, device = param.shape, param.device
-    for key in keys:
+    for key in keys if state else ():
         value = state.get(key)
         if value is not None and (value.shape != shape or value.device != device):
             raise MisfittingTensor(
@@ -84,3 +93,13 @@ def check_fit(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]
                 f"a parameter of shape {tuple(here.shape)} has memory for {max(available, 0)} elements: its storage "
                 "was resized. Restore it before step()"
             )
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise while a CUDA graph is captured: it would replay this one step's numbers for good."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "ALTO's step() cannot be captured in a CUDA graph: the learning rate, the bias corrections and the step "
+            "count are numbers of the host, which a graph would replay for good. Capture forward and backward, and "
+            "call step() outside of the graph"
+        )

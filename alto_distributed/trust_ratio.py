@@ -60,7 +60,7 @@ def complete(
         sums = plan.norms.complete(partial)
         plan.witness.look(sums, plan.norms)
         theta_norm, r_norm = sums[:NONZERO].sqrt()
-        has_gradient = sums[NONZERO] != 0
+        is_still = sums[NONZERO] == 0
         ratios = torch.ones_like(theta_norm)
         for g, (group, hyper) in enumerate(zip(groups, hypers, strict=True)):
             slots = plan.slots_with_ratio(g, ratio_for(group, hyper))
@@ -69,12 +69,15 @@ def complete(
                 ratio = trust_ratio(theta_norm[at], r_norm[at], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
                 ratios[at] = ratio if hyper.trust_clip is None else ratio.clamp(*hyper.trust_clip)
         for g in without:
-            has_gradient[plan.group_slots[g].on(sums.device)] = True
-        ratios = torch.where(has_gradient, ratios, 0.0)
+            is_still[plan.group_slots[g].on(sums.device)] = False
+        ratios.masked_fill_(is_still, 0.0)
+    rates = [_number(hyper.lr) for hyper in hypers]
+    if all(isinstance(rate, float) and rate == rates[0] for rate in rates):
+        return ratios, ratios * rates[0] if rates else ratios
     step_sizes = torch.empty_like(ratios)
-    for hyper, slots in zip(hypers, plan.group_slots, strict=True):
+    for rate, slots in zip(rates, plan.group_slots, strict=True):
         at = slots.on(ratios.device)
-        step_sizes[at] = ratios[at] * _number(hyper.lr)
+        step_sizes[at] = ratios[at] * rate
     return ratios, step_sizes
 
 

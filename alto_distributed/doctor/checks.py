@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from .. import ALTO, LogicalParameter, ShardLayout
+from ..kernels import Dtypes, find_fault
+from ..kernels.choice import ACCELERATED
 from ..kernels.cpu import build as native_build
 from ..kernels.triton import step as gpu_step
 
@@ -66,6 +68,8 @@ def planned(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], str]]]:
         kernels = ("reference", "torch", "native" if name == "cpu" else "triton")
         for kernel in kernels:
             yield f"kernel {kernel} on {name}", functools.partial(kernel_agrees, kernel, device)
+        if device.type in ACCELERATED:
+            yield f"kernel auto on {name}", functools.partial(auto_uses, device)
     if len(names) == 1:
         yield "kernel triton", _no_gpu
     for name in names[:2]:
@@ -85,7 +89,7 @@ def kernel_agrees(kernel: str, device: torch.device) -> str:
     if kernel == "native":
         _require_compiler()
     if kernel == "triton" and not gpu_step.available(device):
-        raise Skipped("needs triton 3.4 or later and a GPU of compute capability 8.0 or later; not used by default")
+        raise Skipped("needs triton 3.4 or later and a GPU of compute capability 8.0 or later")
     largest = 0.0
     for dtype in (torch.float32, torch.bfloat16):
         # bfloat16 weights: float32 arithmetic and one rounding, so the definition is the reference in bfloat16.
@@ -104,6 +108,12 @@ def kernel_agrees(kernel: str, device: torch.device) -> str:
                 largest = max(largest, difference)
     built = f", ready in {time.monotonic() - began:.1f} s" if kernel in ("native", "triton") else ""
     return f"largest difference to the reference {largest:.1g}{built}"
+
+
+def auto_uses(device: torch.device) -> str:
+    """Which kernel "auto" takes on a GPU, by the self-check of a first step."""
+    fault = find_fault(device, [Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)])
+    return f"torch's foreach operations: {fault}" if fault else "Triton: its self-check on this device passed"
 
 
 def _require_compiler() -> None:

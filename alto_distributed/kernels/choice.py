@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from ..errors import is_one_of, shown
-from . import chunked, proof, reference
+from . import chunked, foreach, proof, reference
 from .cpu import kernel as native
 from .proof import Dtypes
 from .protocol import Kernel
@@ -57,7 +57,7 @@ def kernel_for(name: str, device: torch.device, proved: bool = True) -> Kernel:
     if name == "auto" and proved and device.type in ACCELERATED:
         kernel = ACCELERATED[device.type](device)
         return kernel.only(_proved[device]) if isinstance(kernel, gpu_step.TritonKernel) else kernel
-    return cast(Kernel, chunked)
+    return cast(Kernel, chunked) if device.type == "cpu" else foreach.kernel
 
 
 def kernel_with_skip(kernel: Kernel, skip: torch.Tensor) -> Kernel:

@@ -56,10 +56,10 @@ def trust_ratio(
     phi = theta_norm + eps3
     denominator = r_norm + eps2 * phi
     if one_at_zero:
-        is_zero = (theta_norm == 0) | (r_norm == 0)
-        return torch.where(is_zero, torch.ones_like(phi), phi / denominator)
-    # With eps2 = 0 and r = 0 the quotient is x/0; the step it scales is 0 whatever the ratio.
-    return torch.where(denominator == 0, torch.ones_like(phi), phi / denominator)
+        is_one = (theta_norm == 0) | (r_norm == 0)
+    else:  # With eps2 = 0 and r = 0 the quotient is x/0; the step it scales is 0 whatever the ratio.
+        is_one = denominator == 0
+    return (phi / denominator).masked_fill_(is_one, 1.0)
 
 
 def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:

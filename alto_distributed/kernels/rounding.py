@@ -19,6 +19,8 @@ A float32 is rounded by adding the lower 16 of these bits to its own and keeping
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -84,3 +86,61 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x.bitwise_xor_(x >> 15)
     x.mul_(0x846CA68B).bitwise_and_(_MASK)
     return x.bitwise_xor_(x >> 16)
+
+
+class Rounding:
+    """The same for parts of many tensors at once, in a fixed number of operations, all on the device.
+
+    Args:
+        parts: shard, first and last element (excluded) of each; none straddles a multiple of 2^32.
+        kept: where what hangs on the parts alone is kept from step to step.
+    """
+
+    def __init__(self, parts: Sequence[tuple[FlatShard, int, int]], kept: dict[Any, Any]) -> None:
+        self._parts = parts
+        self._kept = kept
+        self._index: torch.Tensor | None = None
+
+    def store(self, targets: Sequence[torch.Tensor], values: torch.Tensor, which: int) -> None:
+        """Round ``values``, the parts one after the other in float32, and put them into ``targets``.
+
+        ``values`` become what was stored.
+        """
+        lengths = [stop - start for _, start, stop in self._parts]
+        noise = self._bits(lengths, which, values.device).bitwise_and_(0xFFFF)
+        rounded = noise.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+        rounded = torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
+        torch._foreach_copy_(list(targets), list(torch.split(rounded, lengths)))
+        values.copy_(rounded)
+
+    def _bits(self, lengths: Sequence[int], which: int, device: torch.device) -> torch.Tensor:
+        """As :func:`random_bits`, in int32: sums and products wrap, and a shift is followed by a mask."""
+        seeds, upper, offsets = self._constants(lengths, device)
+        if self._index is None:
+            self._index = torch.arange(sum(lengths), dtype=torch.int32, device=device)
+            self._index += _expanded(offsets, lengths)
+        step = self._parts[0][0].coefficients.step
+        key = _mix(_mix((seeds + 0x9E3779B9 * step).bitwise_and_(_MASK)).add_(which).bitwise_and_(_MASK))
+        inner = _mix(key.add_(upper).bitwise_and_(_MASK))
+        x = self._index ^ _expanded(inner.to(torch.int32), lengths)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+            x.bitwise_xor_((x >> shift).bitwise_and_(_MASK >> shift)).mul_(factor)
+        return x.bitwise_xor_(x >> 16)
+
+    def _constants(self, lengths: Sequence[int], device: torch.device) -> Sequence[torch.Tensor]:
+        """Of each part: its seed, the upper half of its indices, and what to add to a place for an index."""
+        key = "rounding", tuple((shard.place, start, stop, shard.seed) for shard, start, stop in self._parts)
+        if key not in self._kept:
+            rows, place = [], 0
+            for (shard, start, _), length in zip(self._parts, lengths, strict=True):
+                lower = (start - place) & _MASK
+                rows.append((shard.seed & _MASK, start >> 32, lower - 2**32 if lower >= 2**31 else lower))
+                place += length
+            table = torch.tensor(rows, dtype=torch.int64, device="cpu").T.contiguous().to(device)
+            self._kept[key] = table[0], table[1], table[2].to(torch.int32)
+        found: Sequence[torch.Tensor] = self._kept[key]
+        return found
+
+
+def _expanded(numbers: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    return torch.cat([number.expand(length) for number, length in zip(numbers.unbind(), lengths, strict=True)])

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alto_distributed import ALTO, E, LogicalParameter, Segment, ShardLayout
-from alto_distributed.kernels import Coefficients, FlatShard, Span, chunked, kernel_with_skip
+from alto_distributed.kernels import Coefficients, FlatShard, Span, chunked, foreach, kernel_with_skip
 from alto_distributed.kernels.cpu import kernel as native
 from alto_distributed.nonfinite import SkippedSteps, flag_of
 from alto_distributed.sharding import collective
@@ -155,10 +155,12 @@ def test_the_host_reads_nothing_while_the_step_is_under_way(monkeypatch):
     assert optimizer.skipped_steps == 1
 
 
-@pytest.mark.parametrize("kernel", [chunked, native])
+@pytest.mark.parametrize("kernel", [chunked, native, foreach.kernel])
 def test_predicated_chunks(kernel, monkeypatch):
     """Several chunks a span, and the sums of an unguarded step where the flag is 0."""
     monkeypatch.setattr(chunked, "CPU_CHUNK", 16)
+    monkeypatch.setattr(foreach, "BLOCK", 16)
+    monkeypatch.setattr(foreach, "BLOCKS", 2)
     c = Coefficients(-5.0, 0.99, 0.9, 0.99, 1e-6, 0.01, 0.5, 0.5)
     torch.manual_seed(1)
     spans = (Span(2, 50, 0), Span(50, 69, 0, False))

@@ -78,16 +78,14 @@ def available() -> bool:
 
 def serves(shard: FlatShard) -> bool:
     """Whether C can work on these tensors where they are."""
-    return shard.exp_avg_sq.dtype == torch.float32 and all(map(_is_plain, _tensors(shard)))
-
-
-def _tensors(shard: FlatShard) -> tuple[torch.Tensor | None, ...]:
-    """In the order of alto.c."""
-    return shard.grad, shard.param, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema
-
-
-def _is_plain(t: torch.Tensor | None) -> bool:
-    return t is None or (type(t) in PLAIN and t.dtype in _STATES and t.is_cpu and t.is_contiguous() and not t.is_neg())
+    if shard.exp_avg_sq.dtype != torch.float32:
+        return False
+    for t in (shard.grad, shard.param, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema):
+        if t is not None and not (
+            type(t) in PLAIN and t.dtype in _STATES and t.is_cpu and t.is_contiguous() and not t.is_neg()
+        ):
+            return False
+    return True
 
 
 class Spans:

@@ -13,16 +13,15 @@ import functools
 import importlib
 import re
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from ...spans import PLAIN
-from .. import chunked
+from ..foreach import ForeachKernel
 from ..proof import Dtypes
 from ..protocol import Kernel
 from ..shards import FlatShard, batch_of
-from ..skip import SkipIf
 from .launch import launch_phase_one, launch_phase_two
 from .table import PieceTable, Tiling
 from .values import Values
@@ -129,7 +128,7 @@ class TritonKernel:
 
     @property
     def _other_way(self) -> Kernel:
-        return cast(Kernel, chunked) if self._skip is None else SkipIf(cast(Kernel, chunked), self._skip)
+        return ForeachKernel(self._skip)
 
     def _prepare(self, pieces: Sequence[FlatShard]) -> Prepared:
         """The tables of these pieces, with their addresses and numbers on the device."""

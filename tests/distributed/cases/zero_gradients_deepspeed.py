@@ -34,4 +34,4 @@ def case_experts_without_tokens(stage):
     routed.check_idle(warm, got)
     for name, p in plain.named_parameters():
         gap = ((got[name] - p.detach()).norm() / p.detach().norm()).item()
-        assert gap < 1e-5, (name, gap)
+        assert gap < 2e-4, (name, gap)  # of 105 steps in float32; a wrong ratio is off by percents
