@@ -89,9 +89,7 @@ def followed(page, directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.stem, marks=pytest.mark.xdist_group(f"tutorial {page.stem}")) for page in PAGES]
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_does_what_it_says(page, tmp_path):
     curve = losses(followed(page, tmp_path))
     assert curve[max(curve)][0] < 0.9 * curve[min(curve)][0], "the loss does not fall"
