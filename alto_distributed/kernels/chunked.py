@@ -120,8 +120,7 @@ def _direction(
     The factor is lambda, or else that of m^: multiplying by it here would take an operation, later it takes none.
     """
     scale, eps = c.scale_and_eps()
-    # sqrt(v). On x86 torch.sqrt takes longer than these two, and rounds no better.
-    denominator = torch.rsqrt(v, out=scratch.buffer("denominator", v.numel())).reciprocal_().add_(eps)
+    denominator = torch.sqrt(v, out=scratch.buffer("denominator", v.numel())).add_(eps)
     r = scratch.buffer("direction", v.numel())
     if c.weight_decay == 0:
         return torch.div(m, denominator, out=r), scale

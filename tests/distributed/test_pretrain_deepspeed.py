@@ -19,6 +19,7 @@ from alto_distributed.pretrain.model import (
     parameter_count,
     seed_from,
 )
+from alto_distributed.states import STATE_DTYPES
 from tests.helpers.cases import REPO, every_case
 from tests.helpers.launcher import check
 
@@ -128,7 +129,7 @@ def test_every_optimizer_has_the_same_groups_and_its_defaults(name):
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in undecayed["params"]} == {1}
     for option, value in optimizers.default_options(name).items():
-        of_the_optimizer = ("kernel", *optimizers.STATE_DTYPES)  # not of its groups
+        of_the_optimizer = ("kernel", *STATE_DTYPES)  # not of its groups
         if option not in of_the_optimizer and not (name == "lamb" and option == "betas"):
             assert decayed[option] == value, option
 

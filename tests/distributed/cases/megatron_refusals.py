@@ -532,9 +532,9 @@ def case_replace_keeps_what_is_ours():
     (alto,) = altos(optimizer_of(replaced))
     for group in alto.param_groups:
         assert not {"amsgrad", "capturable", "fused"} & set(group), "Adam's own keys"
-        assert {f"alto_{k}": group[k] for k in ("alpha", "betas", "eps", "layerwise", "bias_correction")} == {
-            k: v for k, v in given.items() if k.removeprefix("alto_") in group
-        }
+        assert {
+            f"alto_{k}": group[k] for k in ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip")
+        } == {k: v for k, v in given.items() if k.removeprefix("alto_") in group}
 
 
 @worlds(1)
