@@ -97,7 +97,7 @@ ALL_FORMATS = ("fully", "fully, by gloo", "dp", "dp zero", "files")
 EVERYDAY = {
     "DP2": Run(ALL_FORMATS),
     "DP2, bf16": Run(("fully", "dp"), BF16, overlap=True),
-    "DP2, states in bfloat16": Run(ALL_FORMATS, options=SMALL_STATES),
+    "DP2, states in bfloat16": Run(("fully", "dp"), options=SMALL_STATES),
     "DP2, fp16": Run(("fully",), FP16, options=SCALER),
     "DP2, buckets": Run(("dp", "dp zero"), bucket_size=6000),
     "DP2, one rank holds nothing": Run(("fully", "dp zero"), TINY),
@@ -111,6 +111,7 @@ EVERYDAY = {
 }
 #: Those that vary what two others show already, and wait for exhaustive runs.
 VARIATIONS = {
+    "DP2, states in bfloat16, other formats": Run(("fully, by gloo", "dp zero", "files"), options=SMALL_STATES),
     "DP2, scheduled": Run(("fully", "dp"), SCHEDULED),
     "TP2, FP32Optimizer, scheduled": Run(("replicated",), SCHEDULED, TP2, distributed=False),
     "DP2, buckets without padding": Run(("fully",), EVEN, bucket_size=4000),
