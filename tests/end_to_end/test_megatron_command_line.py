@@ -319,8 +319,9 @@ assert [action.option_strings[0] for action in group._group_actions] == {flags!r
 assert "(default: 0.99 0.9 0.99)" in group._group_actions[1].help
 print("AS IT SHOULD BE")
 """
-FLAGS = ["--alto-alpha", "--alto-betas", "--alto-eps", "--alto-layerwise", "--no-alto-bias-correction"]
-FLAGS += ["--alto-kernel", "--alto-diagnostics-every", "--alto-skip-nonfinite", "--alto-adopt"]
+FLAGS = ["--alto-alpha", "--alto-betas", "--alto-eps", "--alto-layerwise", "--alto-trust-clip"]
+FLAGS += ["--no-alto-bias-correction", "--alto-kernel", "--alto-diagnostics-every", "--alto-skip-nonfinite"]
+FLAGS += ["--alto-grad-ema-dtype", "--alto-exp-avg-dtype", "--alto-adopt"]
 
 
 @pytest.mark.slow
