@@ -24,6 +24,7 @@ from ..optimizer import ALTO
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import config as configs
+from . import precision_aware
 from .distributed import AltoDistributedOptimizer
 from .layout import LayoutBuilder
 from .nonfinite import skip_nonfinite
@@ -52,7 +53,8 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
 
     name, config.optimizer = config.optimizer, "adam"
     try:
-        built = original(*bound.args, **bound.kwargs)
+        with precision_aware.hidden(config):
+            built = original(*bound.args, **bound.kwargs)
     finally:
         config.optimizer = name
 

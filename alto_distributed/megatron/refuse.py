@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 
 from ..sharding.dtensor import is_dtensor
-from . import config as configs
 
 #: What Megatron's scheduler and ours read from a parameter group.
 _OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "is_decoupled_lr")
@@ -26,8 +25,6 @@ def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], ove
 
 
 def _in_config(config: Any) -> Iterator[str]:
-    if config.use_precision_aware_optimizer:
-        raise ValueError(configs.PRECISION_AWARE)
     if config.optimizer_cpu_offload:
         yield (
             "optimizer_cpu_offload splits the parameters between Adam on the CPU and Adam on the GPU; leave out "

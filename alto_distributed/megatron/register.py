@@ -11,6 +11,7 @@ from megatron.core import optimizer as core_optimizer
 
 from .build import build
 from .config import NAMES
+from .precision_aware import accept_in_plain_configs
 from .versions import check_version
 
 _FUNCTION = "get_megatron_optimizer"
@@ -26,6 +27,7 @@ def register() -> None:
     if getattr(original, "knows_alto", False):
         return
     check_version()
+    accept_in_plain_configs(NAMES)
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -393,8 +393,9 @@ class Megatron:
 
     def __init__(self, job, layout, *, distributed=True, overlap=False, bucket_size=None, optimizer=None, same=False):
         self.job, self.layout, self.distributed, self.overlap, self.same = job, layout, distributed, overlap, same
+        optimizer = optimizer or alto_config(job)
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=optimizer.main_grads_dtype == torch.float32,
             use_distributed_optimizer=distributed,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and distributed,
@@ -408,7 +409,7 @@ class Megatron:
             for i, chunk in enumerate(chunks)
         ]
         self.optimizer = get_megatron_optimizer(
-            dataclasses.replace(optimizer or alto_config(job), **self._shared_settings()),
+            dataclasses.replace(optimizer, **self._shared_settings()),
             self.chunks,
             use_gloo_process_groups=False,
         )

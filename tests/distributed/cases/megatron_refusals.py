@@ -122,6 +122,7 @@ def quiet(config, **options):
 # -- the config ----------------------------------------------------------------------------------------
 
 
+AWARE = {"use_precision_aware_optimizer": True}
 CONFIGS = {
     "alpha at its limit": (
         {"alto_alpha": -100}, r"alpha=-100 is out of range: \|alpha\| must be below .* = 100 for beta1=0.99",
@@ -168,8 +169,17 @@ CONFIGS = {
     "negative decay": (
         {"weight_decay": -0.1}, r"weight_decay=-0.1 is out of range",
     ),
-    "precision-aware": (
-        {"use_precision_aware_optimizer": True}, r"TransformerEngine's Adam; .*leave out --use-precision-aware-opt",
+    "first moment in fp8": (
+        {**AWARE, "exp_avg_dtype": torch.uint8}, r"exp_avg_dtype=fp8 is not .*fp32 or bf16 \(--exp-avg-dtype bf16\)",
+    ),
+    "first moment in fp16": (
+        {**AWARE, "exp_avg_dtype": torch.float16}, r"exp_avg_dtype=fp16 is not .*set it to fp32 or bf16",
+    ),
+    "second moment in bf16": (
+        {**AWARE, "exp_avg_sq_dtype": torch.bfloat16}, r"exp_avg_sq_dtype=bf16 .*to fp32 \(--exp-avg-sq-dtype fp32\)",
+    ),
+    "master weights in fp16": (
+        {**AWARE, "main_params_dtype": torch.float16}, r"main_params_dtype=fp16 .*fp32 \(--main-params-dtype fp32\)",
     ),
 }  # fmt: skip
 
@@ -180,6 +190,21 @@ def case_hyperparameters_are_checked_when_the_config_is_built(setting):
     options, message = setting
     with pytest.raises(ValueError, match=message):
         AltoOptimizerConfig(**options)
+
+
+@worlds(1)
+def case_a_plain_config_for_the_precision_aware_optimizer():
+    """As verl makes it for every run in bf16. Adam's needs TransformerEngine, as before."""
+    given = {"lr": 0.01, "bf16": True, "use_distributed_optimizer": True, **AWARE, "exp_avg_dtype": torch.bfloat16}
+    config = OptimizerConfig(optimizer="alto", **given)
+    assert {name: getattr(config, name) for name in given} == given
+    assert not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # what Megatron's optimizers go by
+    with pytest.raises(ValueError, match=r"exp_avg_dtype=fp8 is not supported"):
+        OptimizerConfig(optimizer="alto", **{**given, "exp_avg_dtype": torch.uint8})
+    with pytest.raises((RuntimeError, TypeError)):  # 0.16.1 compares the version of TransformerEngine, None, first
+        OptimizerConfig(optimizer="adam", **given)
+    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
+        OptimizerConfig(optimizer="adam", exp_avg_dtype=torch.bfloat16)
 
 
 @worlds(1)
@@ -200,7 +225,6 @@ def case_hyperparameters_are_checked_again_when_the_optimizer_is_built():
 
 
 FEATURES = {
-    "use_precision_aware_optimizer": r"inside TransformerEngine's Adam; set use_precision_aware_optimizer=False",
     "optimizer_cpu_offload": r"between Adam on the CPU and Adam on the GPU; leave out --optimizer-cpu-offload",
     "reuse_grad_buf_for_mxfp8_param_ag": r"fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
     # Of main; in 0.16.1 only an attribute.
