@@ -26,6 +26,7 @@ from ..sharding.collective import everyone
 from . import config as configs
 from . import precision_aware
 from .distributed import AltoDistributedOptimizer
+from .fsdp import AltoFSDPOptimizer, is_fsdp
 from .layout import LayoutBuilder
 from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
@@ -130,9 +131,12 @@ def _exchange(wrapper: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> N
 
     wrapper.optimizer = alto
     wrapper.init_state_fn = _initialize_state
-    wrapper.__class__ = WRAPPERS[type(wrapper)]
-    alto.set_layouts(*layouts.build(wrapper))
-    if isinstance(wrapper, AltoDistributedOptimizer):
+    if is_fsdp(wrapper):
+        wrapper.__class__ = AltoFSDPOptimizer
+    else:
+        wrapper.__class__ = WRAPPERS[type(wrapper)]
+        alto.set_layouts(*layouts.build(wrapper))
+    if isinstance(wrapper, (AltoDistributedOptimizer, AltoFSDPOptimizer)):
         wrapper.prepare_for_alto()
 
 

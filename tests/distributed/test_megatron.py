@@ -14,6 +14,7 @@ MODULES = ",".join(
         "megatron_precision",
         "nonfinite_megatron",
         "zero_gradients_megatron",
+        "megatron_fsdp",
         "agreement_megatron",
         "megatron_checkpoints",
         "megatron_overlap",

@@ -289,16 +289,12 @@ def case_what_was_meant_for_adam_is_said_to_have_no_effect(label, setting):
 
 
 @worlds(1)
-def case_megatron_fsdp():
-    with pytest.MonkeyPatch.context() as patch:
-        message = r"Megatron-FSDP keeps parameters and states in its own buffers; use the distributed optimizer"
-        patch.setattr(bystander().ddp_config, "use_megatron_fsdp", True)
-        refused(message, AltoOptimizerConfig())
+def case_torchs_fsdp():
+    class TorchFullyShardedDataParallel(nn.Linear):
+        """Goes by the name of Megatron's wrapper for torch's FSDP2, which needs a GPU."""
 
-        class TorchFullyShardedDataParallel(nn.Linear):
-            """Goes by the name of Megatron's wrapper for torch's FSDP2, which has no such setting."""
-
-        refused(message, AltoOptimizerConfig(), TorchFullyShardedDataParallel(2, 2))
+    message = r"torch's FSDP2 inside Megatron has not been tested; use Megatron-FSDP \(--use-megatron-fsdp\) or"
+    refused(message, AltoOptimizerConfig(), TorchFullyShardedDataParallel(2, 2))
 
 
 @worlds(1)
