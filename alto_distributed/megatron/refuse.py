@@ -10,13 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 
 from ..sharding.dtensor import is_dtensor
+from .experts import packed_experts
 from .fsdp import is_fsdp
 
 #: What Megatron's scheduler and ours read from a parameter group.
 _OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "is_decoupled_lr")
-
-#: Fields of Megatron's TransformerConfig, from 0.18 on: experts as one parameter of TransformerEngine's.
-_PACKED = ("moe_single_grouped_weight", "moe_single_grouped_bias")
 
 
 def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], overrides: Any) -> None:
@@ -87,19 +85,11 @@ def _in_model(config: Any, model_chunks: Sequence[torch.nn.Module]) -> Iterator[
                 "wrong groups unless expert_tensor_parallel_size equals tensor_model_parallel_size; make them equal, "
                 "or set expert_model_parallel_size above 1"
             )
-        for module in chunk.modules():
-            if any(cls.__name__ == "GroupedMLP" for cls in type(module).__mro__):
-                yield (
-                    "GroupedMLP packs all experts of a rank into one tensor, so that the layer-wise ratio would depend "
-                    "on expert parallelism; use SequentialMLP (leave out --moe-grouped-gemm) or TEGroupedMLP "
-                    "(TransformerEngine installed, without --moe-use-legacy-grouped-gemm)"
-                )
-            for field in _PACKED:
-                if getattr(getattr(module, "config", None), field, False):
-                    yield (
-                        f"{field}=True packs all experts of a rank into one tensor, and a layer-wise ratio of it would "
-                        f"depend on expert parallelism; set {field}=False (leave out --{field.replace('_', '-')})"
-                    )
+        if is_fsdp(chunk) and packed_experts([chunk]):
+            yield (
+                "with Megatron-FSDP, experts that share a parameter would share a layer-wise ratio; leave out "
+                "--moe-use-legacy-grouped-gemm and --moe-single-grouped-weight"
+            )
         for name, param in chunk.named_parameters():
             if is_dtensor(param) and not is_fsdp(chunk):
                 yield f"{name} is a DTensor; use Megatron's own DistributedDataParallel"

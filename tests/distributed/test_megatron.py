@@ -15,6 +15,7 @@ MODULES = ",".join(
         "nonfinite_megatron",
         "zero_gradients_megatron",
         "megatron_fsdp",
+        "megatron_experts",
         "agreement_megatron",
         "megatron_checkpoints",
         "megatron_overlap",

@@ -35,7 +35,6 @@ from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_opti
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.moe.experts import GroupedMLP
 
 from alto_distributed import ALTO
 from alto_distributed.megatron import AltoOptimizerConfig, altos, register, versions
@@ -299,28 +298,17 @@ def case_torchs_fsdp():
 
 @worlds(1)
 def case_experts_packed_into_one_tensor():
-    """Its constructor needs a compiled package, and the refusal comes before any use: the bare module will do."""
+    """A layout can tell them apart, which DTensors do not have; megatron_experts.py has what is accepted."""
     chunk = model()
-    chunk.module.experts = GroupedMLP.__new__(GroupedMLP)
-    nn.Module.__init__(chunk.module.experts)
-    message = r"GroupedMLP packs all experts of a rank into one tensor.*leave out --moe-grouped-gemm"
+    packed = chunk.module.packed = nn.Linear(3, 8)
+    packed.single_grouped_weight, packed.num_gemms = True, 4
+    message = r"single_grouped_weight of Linear has 4 experts and a weight of shape \(8, 3\), whose first dimension"
     refused(message, AltoOptimizerConfig(), chunk)
-
-
-@worlds(1)
-@each(field=("moe_single_grouped_weight", "moe_single_grouped_bias"))
-def case_experts_packed_into_one_tensor_by_the_models_config(field):
-    """Fields of megatron-core 0.18 and later; in 0.16.1 only attributes of the config."""
-    chunk = model()
+    packed.num_gemms = 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk.config, field, True, raising=False)
-        flag = field.replace("_", "-")
-        message = rf"{field}=True packs all experts of a rank into one tensor.*set {field}=False.*--{flag}\)"
-        refused(message, AltoOptimizerConfig(), chunk)
-        # Models made of several have several configs; those of the parts count.
-        patch.setattr(chunk, "config", None)
-        refused(message, AltoOptimizerConfig(), chunk)
-    optimizer_of(AltoOptimizerConfig(), chunk)
+        patch.setattr(chunk.ddp_config, "use_megatron_fsdp", True)
+        message = r"experts that share a parameter would share a layer-wise ratio; leave out --moe-use-legacy-grouped-g"
+        refused(message, AltoOptimizerConfig(use_distributed_optimizer=True), chunk)
 
 
 @worlds(1)
