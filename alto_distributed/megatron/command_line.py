@@ -1,6 +1,6 @@
 """Megatron-LM's command line: ``--optimizer alto`` and the ``--alto-*`` flags for its own scripts, unchanged.
 
-Four functions of ``megatron.training`` are wrapped, wherever they have been imported to. Each does what it did for
+Five functions of ``megatron.training`` are wrapped, wherever they have been imported to. Each does what it did for
 every other optimizer.
 """
 
@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig
 from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
 from ..states import DTYPES
-from . import precision_aware
+from . import monitor, precision_aware
 from .config import LAMB, NAME, NAMES, AltoOptimizerConfig
 
 #: Flag -> the field of AltoOptimizerConfig that it sets, what argparse should know, and what it means.
@@ -60,7 +60,7 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "--alto-diagnostics-every": (
         "alto_diagnostics_every",
         {"type": int, "metavar": "STEPS"},
-        "measure norms and ratios every so many steps; 0 is never",
+        "measure norms and ratios every so many steps, and log them; 0 is never",
     ),
     "--alto-skip-nonfinite": (
         "alto_skip_nonfinite",
@@ -116,10 +116,15 @@ def patch_training() -> None:
     Raises:
         ValueError: its function is not the one we know; nothing is patched then.
     """
-    _wrap(sys.modules["megatron.training.training"], {"get_megatron_optimizer_config": _get_megatron_optimizer_config})
+    training = sys.modules["megatron.training.training"]
+    _wrap(training, {"get_megatron_optimizer_config": _get_megatron_optimizer_config})
+    log = getattr(training, "training_log", None)
+    # Its parameters are not the same in two releases. Without it diagnostics are not shown, which harms nothing else.
+    if callable(log) and "iteration" in inspect.signature(log).parameters and not getattr(log, "knows_alto", False):
+        _replace_everywhere("training_log", log, _wrapped(log, _training_log))
 
 
-# -- what the four functions do for ALTO -------------------------------------------------------------------
+# -- what the five functions do for ALTO -------------------------------------------------------------------
 
 
 def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -176,6 +181,16 @@ def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any) -> A
     known.update({name: getattr(args, name) for name in precision_aware.FIELDS if hasattr(args, name)})
     known["alto_checkpoint_format"] = _checkpoint_format(args)
     return AltoOptimizerConfig(**{**known, **_given(args), "optimizer": args.optimizer}), *rest
+
+
+def _training_log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+    training = sys.modules["megatron.training.training"]
+    monitor.show(
+        iteration, [getattr(training, f"get_{name}_writer", lambda: None)() for name in ("tensorboard", "wandb")]
+    )
+    return result
 
 
 def _checkpoint_format(args: Any) -> str:
