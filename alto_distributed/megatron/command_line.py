@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 
+from ..errors import did_you_mean
 from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
 from ..states import DTYPES
@@ -133,6 +134,7 @@ def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argum
     if optimizer is None or optimizer.choices is None:
         raise ValueError(_unknown("--optimizer is no longer a flag with a list of choices"))
     optimizer.choices = [*optimizer.choices, *NAMES]
+    optimizer.type = _our_name_in_any_case
     group = parser.add_argument_group(
         "ALTO", f"only with --optimizer {' or '.join(NAMES)}; --lr and --weight-decay are Megatron's own"
     )
@@ -142,7 +144,33 @@ def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argum
             meaning = f"{meaning} (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         # Suppressed: a flag that was not given leaves no trace, so other optimizers' arguments are what they were.
         group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=meaning, **options)
+    parser.parse_known_args = functools.partial(_parse_known_args, parser, parser.parse_known_args)  # type: ignore[method-assign]
+    for action in parser._actions:
+        _mend_help(action)
     return parser
+
+
+def _our_name_in_any_case(name: str) -> str:
+    return name.lower() if name.lower() in NAMES else name
+
+
+def _parse_known_args(parser: argparse.ArgumentParser, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Also where unknown arguments are let pass, one that begins like ours is an error: it would have no effect."""
+    known, unknown = original(*args, **kwargs)
+    for word in unknown:
+        flag = word.split("=")[0]
+        if flag.startswith(("--alto-", "--no-alto-")):
+            parser.error(f"unrecognized arguments: {flag}{did_you_mean(flag, list(_FLAGS))}")
+    return known, unknown
+
+
+def _mend_help(action: argparse.Action) -> None:
+    """argparse formats a help text with %. A bare one, as main has, makes an error of all of ``--help``."""
+    if isinstance(action.help, str):
+        try:
+            _ = action.help % {**vars(action), "prog": ""}
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -187,9 +215,8 @@ def _training_log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     result = original(*args, **kwargs)
     iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
     training = sys.modules["megatron.training.training"]
-    monitor.show(
-        iteration, [getattr(training, f"get_{name}_writer", lambda: None)() for name in ("tensorboard", "wandb")]
-    )
+    found = (getattr(training, f"get_{name}_writer", None) for name in ("tensorboard", "wandb"))
+    monitor.show(iteration, [get() for get in found if get is not None])
     return result
 
 
