@@ -11,9 +11,9 @@ The inputs of E are those that PyTorch has for the base. What cannot be, with th
     other options a group  kernel, skip_nonfinite and the precision of states are one for all groups
 
 PyTorch's own files, test/test_optim.py and test/optim/test_lrscheduler.py, are not in its wheel. They were run by hand
-with INFOS (those of October 2025, with torch 2.13): all of TestOptimRenewed passes but one message (Muon's about complex
-parameters, where E's comes first). Of TestLRScheduler 14 of 190 fail for ALTO and LAMB, which write momentum of 5 and 22,
-and one that asks for SGD's key "momentum"; E(SGD) and E(AdamW) fail where SGD and AdamW do.
+with INFOS (those of October 2025, with torch 2.13). All of TestOptimRenewed passes but one message: Muon's on complex
+parameters, where E's comes first. Of TestLRScheduler 15 of 190 fail for ALTO and LAMB: 14 write momentum above 1, one
+asks for SGD's key "momentum". E(SGD) and E(AdamW) fail where SGD and AdamW do.
 """
 
 import copy
