@@ -30,13 +30,14 @@ from .schedule import learning_rate
 from .throughput import utilisation
 
 
-def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
+def train(run: Run, directory: Path, stop_at: int | None = None, *, other_data: bool = False) -> int:
     """Train, or go on training, in a run's directory. Called by all ranks.
 
     Args:
         run: its settings.
         directory: for its logs and checkpoints. If it has a checkpoint, the run goes on from there.
         stop_at: stop with a checkpoint after so many steps in all, as SIGTERM would.
+        other_data: go on with other data than the checkpoint was trained on.
 
     Returns:
         Optimizer steps done. Fewer than ``training.iterations`` if it was told to stop.
@@ -47,7 +48,8 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
     wait_at_most(run.training.timeout)  # in the groups that the engine has made as well
     run_on_rank0(lambda: lock_run(directory, min(PATIENCE, run.training.timeout / 2)))
     batches = Batches(run, engine)
-    checkpoints = Checkpoints(directory / "checkpoints", run)
+    data = run_on_rank0(lambda: files.fingerprint(run.data.directory))
+    checkpoints = Checkpoints(directory / "checkpoints", run, data, other_data=other_data)
     step, last = 0, run.training.iterations
     newest = run_on_rank0(checkpoints.newest)
     if newest is not None:
