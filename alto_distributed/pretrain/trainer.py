@@ -23,9 +23,9 @@ from .data.samples import Samples
 from .engines.base import Engine, build
 from .memory.usage import peak
 from .metrics import Log
-from .runtime.launch_env import any_rank, read_launch_env, wait_at_most
+from .runtime.launch_env import any_rank, end_with_launcher, read_launch_env, wait_at_most
 from .runtime.rendezvous import rendezvous_again
-from .runtime.run_lock import PATIENCE, lock_run
+from .runtime.run_lock import PATIENCE, keep_run_lock, lock_run
 from .schedule import learning_rate
 from .throughput import utilisation
 
@@ -42,6 +42,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None, *, other_data: 
     Returns:
         Optimizer steps done. Fewer than ``training.iterations`` if it was told to stop.
     """
+    end_with_launcher()
     read_launch_env()
     rendezvous_again(run.training.timeout)
     engine = build(run)
@@ -114,6 +115,7 @@ def _count_skipped(is_skipped: bool, before: int, step: int, run: Run, log: Log)
 
 def _save(checkpoints: Checkpoints, engine: Engine, step: int, log: Log, must: bool) -> bool:
     """Whether it could be written. If not, the run goes on to the next one, but does not end as if all were well."""
+    run_on_rank0(lambda: keep_run_lock(checkpoints.directory.parent))
     try:
         log.say(f"step {step}: saved {checkpoints.save(engine, step)}")
     except OSError as error:
