@@ -220,4 +220,12 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    return record if all(isinstance(value, (int, float)) for value in record.values()) else None
+    return record if all(map(_is_number, record.values())) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Also as a float: a whole number of a JSON may have any number of digits."""
+    try:
+        return isinstance(value, (int, float)) and isinstance(float(value), float)
+    except OverflowError:
+        return False
