@@ -47,8 +47,11 @@ def arguments(run: Run) -> dict[str, Any]:
 
 
 def build_groups(run: Run, model: nn.Module) -> list[dict[str, Any]]:
-    """The decayed parameters and the others: norm layers, biases and whatever has fewer than two dimensions."""
-    return param_groups(model, run.optimizer.weight_decay)
+    """The decayed parameters and the others: norm layers, biases and whatever has fewer than two dimensions.
+
+    With alto and lamb, embeddings may be a group of their own.
+    """
+    return param_groups(model, run.optimizer.weight_decay, embeddings=arguments(run).get("embeddings", "ratio"))
 
 
 def build_optimizer(run: Run, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -59,6 +62,7 @@ def build_optimizer(run: Run, groups: Sequence[dict[str, Any]]) -> torch.optim.O
     """
     name, options = run.optimizer.name, arguments(run)
     if name in ALTO_NAMES:
+        del options["embeddings"]  # the groups were made by it
         return ALTO(groups, **options)
     if name in THIRD_PARTY:
         require("pytorch_optimizer")
