@@ -1,5 +1,6 @@
 """Presets by name, and what is said of a setting's momentum, held to the averages themselves."""
 
+import json
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from alto_distributed import ALTO, LAMB, Hyperparameters, param_groups, recipe
 from alto_distributed.presets import PRESETS, describe, momentum_of
+from alto_distributed.pretrain.checkpoint.manager import differences
 from alto_distributed.pretrain.config.settings import parse
 
 STEPS = 400
@@ -110,6 +112,15 @@ def test_a_run_takes_a_preset_and_its_own_values_win():
     assert run.optimizer.resolved["vector_lr"] == 0.1
     assert run.optimizer.lr == 1e-2
     assert parse(run.as_dict()) == run
+    saved = json.loads(json.dumps(run.as_dict()))
+    assert list(differences(saved, run.as_dict())) == []  # a run that resumes
+    del saved["optimizer"]["preset"]  # an earlier version's
+    assert list(differences(saved, run.as_dict())) == []
+    other = parse({"optimizer": {"preset": "nesterov", "options": {"vector_lr": 0.1}}}).as_dict()
+    assert [line.split()[0] for line in differences(saved, other)] == [
+        "optimizer.options.alpha",
+        "optimizer.options.betas",
+    ]
     own = parse({"optimizer": {"preset": "zero-lag", "lr": 0.5, "weight_decay": 0.1}}).optimizer
     assert (own.lr, own.weight_decay, own.resolved["alpha"]) == (0.5, 0.1, 9.0)
     small = parse({"optimizer": {"preset": "paper"}, "training": {"global_batch": 64}}).optimizer

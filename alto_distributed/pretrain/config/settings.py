@@ -137,7 +137,8 @@ def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(batch, int) or batch < 1 or not isinstance(options, (dict, type(None))):
         return settings  # refused in its own words
     try:
-        chosen = recipe(batch, preset)
+        # Lists, as files have them: settings are compared with saved ones.
+        chosen = {name: list(x) if isinstance(x, tuple) else x for name, x in recipe(batch, preset).items()}
     except ValueError as error:
         raise ValueError(f"optimizer.{error}") from None
     own = {name: chosen.pop(name) for name in ("lr", "weight_decay") if name in chosen}

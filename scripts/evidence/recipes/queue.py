@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .candidates import CANDIDATES, FAMILY, PEERS
 from .ledger import Ledger
-from .trials import JUDGED_SEEDS, TUNING_SEED, Setting, Trial
+from .trials import JUDGED_SEEDS, Setting, Trial
 from .tuning import best_rate, tune
 from .wrong_norms import KINDS
 
@@ -82,25 +82,25 @@ def as_shipped(name: str, setting: Setting, ledger: Ledger) -> Judged:
     return judge(trial, ledger)
 
 
-def wrong_norms(setting: Setting, ledger: Ledger) -> dict[tuple[str, int], tuple[Trial, float]]:
+def wrong_norms(
+    setting: Setting, ledger: Ledger, pieces_: Sequence[int] = PIECES
+) -> dict[tuple[str, int], tuple[Trial, float]]:
     """The best rate, and log2 of it, by kind of norm and number of pieces."""
     best, octaves = chosen(setting, ledger)
     found = {("exact", 1): (best, octaves)}
     for kind in KINDS:
-        for pieces in PIECES:
+        for pieces in pieces_:
             found[kind, pieces] = best_rate(replace(best, norms=kind, pieces=pieces), octaves, ledger.loss)
     return found
 
 
 def judged_norms(setting: Setting, ledger: Ledger) -> dict[tuple[str, int], tuple[Judged, Judged]]:
     """By kind and pieces: judged at their own best rate, and at that of the exact norms."""
-    found = wrong_norms(setting, ledger)
+    found = wrong_norms(setting, ledger, JUDGED_PIECES)
     exact = found["exact", 1][0]
-    judged = {}
-    for (kind, pieces), (trial, _) in found.items():
-        if pieces in (1, *JUDGED_PIECES):
-            judged[kind, pieces] = (judge(trial, ledger), judge(replace(trial, lr=exact.lr), ledger))
-    return judged
+    return {
+        key: (judge(trial, ledger), judge(replace(trial, lr=exact.lr), ledger)) for key, (trial, _) in found.items()
+    }
 
 
 def parts() -> Iterator[tuple[str, Callable[[Ledger], object]]]:
@@ -109,15 +109,12 @@ def parts() -> Iterator[tuple[str, Callable[[Ledger], object]]]:
     yield f"vectors and embeddings, {small}", lambda ledger: vector_rates(small, ledger)
     for name in FAMILY:
         yield f"{name}, {small}", lambda ledger, n=name: tuned(n, small, ledger)
+    yield "wrong norms", lambda ledger: judged_norms(small, ledger)
     yield f"vectors and embeddings, {SMALL['1M']}", lambda ledger: vector_rates(SMALL["1M"], ledger)
-    yield "wrong norms", lambda ledger: judged_norms(SMALL["43k"], ledger)
+    yield "wrong norms, 2 to 64 pieces", lambda ledger: wrong_norms(small, ledger)
     for name in ("lamb-0.9", "paper", "nesterov"):
         yield f"{name} as shipped", lambda ledger, n=name: as_shipped(n, SMALL["43k"], ledger)
     for settings in (SMALL, LONG, LARGE):
         for setting in settings.values():
             for name in (*FAMILY, *PEERS):
                 yield f"{name}, {setting}", lambda ledger, s=setting, n=name: tuned(n, s, ledger)
-
-
-def is_tuning(trial: Trial) -> bool:
-    return trial.seed == TUNING_SEED
