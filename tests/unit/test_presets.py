@@ -122,7 +122,7 @@ def test_a_run_takes_a_preset_and_its_own_values_win():
         "optimizer.options.betas",
     ]
     own = parse({"optimizer": {"preset": "zero-lag", "lr": 0.5, "weight_decay": 0.1}}).optimizer
-    assert (own.lr, own.weight_decay, own.resolved["alpha"]) == (0.5, 0.1, 9.0)
+    assert (own.lr, own.weight_decay, own.resolved["alpha"]) == (0.5, 0.1, 4.0)
     small = parse({"optimizer": {"preset": "paper"}, "training": {"global_batch": 64}}).optimizer
     assert math.isclose(small.resolved["alpha"], 0.5)
 

@@ -147,6 +147,7 @@ _BETA2 = (0.9, 0.95, 0.99, 0.999)
 CANDIDATES: dict[str, Candidate] = {
     "lamb-0.9": Candidate("LAMB beta2 0.9", -4.5, _alto, {"beta2": 0.9}, _FAMILY),
     "lamb-0.8": Candidate("LAMB beta2 0.8", -4.5, _alto, {"beta2": 0.8}, _FAMILY),
+    "lamb": Candidate("LAMB, beta2 tuned", -4.5, _alto, {"beta2": 0.8}, {**_FAMILY, "beta2": (0.6, 0.7, 0.8, 0.9)}),
     "paper": Candidate("ALTO, paper", -4.5, _alto, {"alpha": -5.0, "beta1": 0.99, "beta2": 0.9}, _FAMILY),
     "zero-lag": Candidate("ALTO, zero-lag", -4.5, _alto, {"beta2": 0.9}, {**_FAMILY, "beta2": (0.7, 0.8, 0.9, 0.95)}),
     "nesterov": Candidate("ALTO, Nesterov", -4.5, _alto, {"beta2": 0.9}, {**_FAMILY, "beta2": (0.7, 0.8, 0.9, 0.95)}),
@@ -179,5 +180,5 @@ CANDIDATES: dict[str, Candidate] = {
         {"beta1": _BETA1, "gamma": (0.0125, 0.025, 0.05, 0.1), "vectors": VECTORS},
     ),
 }
-FAMILY = ("lamb-0.9", "lamb-0.8", "paper", "zero-lag", "nesterov")
+FAMILY = ("lamb-0.9", "lamb-0.8", "lamb", "paper", "zero-lag", "nesterov")
 PEERS = ("adamw", "muon", "ademamix", "mars")

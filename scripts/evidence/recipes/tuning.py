@@ -20,11 +20,10 @@ def best_rate(trial: Trial, octaves: float, loss: Callable[[Trial], float]) -> t
     """
     found = {octaves: loss(trial.with_knob("lr", on_grid(octaves)))}
     while True:
-        best = min(found, key=found.__getitem__)
+        best = min(found, key=lambda o: (found[o], o))  # where all broke down, the way is down
         beyond = [o for o in (best - 0.5, best + 0.5) if o not in found]
         if not beyond:
             return trial.with_knob("lr", on_grid(best)), best
-        # Where the start broke down, the way is down.
         for o in beyond if found[best] != float("inf") else beyond[:1]:
             found[o] = loss(trial.with_knob("lr", on_grid(o)))
 

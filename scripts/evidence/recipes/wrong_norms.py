@@ -13,9 +13,9 @@ from alto_distributed.sharding.layout import LogicalParameter, Segment, ShardLay
 
 #: Name -> what a rank takes for a layer.
 KINDS = {
-    "tensor pieces": "its part of each tensor, as FSDP cuts them",
-    "buffer pieces": "its part of each tensor, of one flat buffer cut evenly, as distributed optimizers cut it",
-    "buffer": "all that it has of one flat buffer, as ZeRO's partition is one tensor",
+    "tensor pieces": "its part of each tensor (FSDP)",
+    "buffer pieces": "its part of each tensor in a flat buffer",
+    "buffer": "all of its flat buffer (ZeRO)",
 }
 
 
