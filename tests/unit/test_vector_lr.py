@@ -142,7 +142,7 @@ def test_rules_for_embeddings_that_cannot_be_kept_are_refused():
 
 def test_it_costs_one_launch_and_no_copy_from_the_host():
     """A step on an accelerator, counted on meta tensors, which cannot be read or filled from the host."""
-    counts = {}
+    counts, copied = {}, []
     for factor in (1.0, 0.3):
         params = [nn.Parameter(torch.empty(4, 3, device="meta")), nn.Parameter(torch.empty(4, device="meta"))]
         groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.0}]
@@ -153,5 +153,8 @@ def test_it_costs_one_launch_and_no_copy_from_the_host():
             with launches.Counting() as counted:
                 optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.1 / (k + 1)
                 optimizer.step()
+            copied.append(next(iter(optimizer._plans.values()))._factors)
         counts[factor] = counted.launches
+    assert copied[:3] == [None] * 3
+    assert copied[3] is copied[4] is copied[5]  # copied to the device once
     assert counts[0.3] == counts[1.0] + 1, counts
