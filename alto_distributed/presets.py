@@ -35,7 +35,8 @@ def recipe(global_batch_size: int, preset: str = "paper", **explicit: Any) -> di
     - "recommended": alpha 0, which is LAMB and needs no third state, beta2 0.8, vectors at 0.3 of lr. On a GPT of 43
       thousand parameters, in 240 steps of 32 samples on one CPU and with 5 seeds, vectors at 0.3 of lr lower the loss
       by 0.20 nats. Whether that holds for larger models and longer runs is not known; docs/results.md has the figures.
-    - "nesterov": beta1 0 and alpha = beta2, here 0.8, so that m is Nesterov's. For few and large steps.
+    - "nesterov": beta1 0 and alpha = beta2, here 0.8, so that m is Nesterov's. In the same runs 0.05 nats ahead of
+      "recommended", with 4 more bytes a parameter; tried in no others.
     - "zero-lag": beta1 = beta2 = b and alpha = b/(1 - b), here with b = 0.8. m lags behind the gradient by 0 steps.
 
     Below 1024 samples no preset has an ``lr``: choose your own.

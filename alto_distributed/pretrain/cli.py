@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..extras import require
-from ..hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
-from ..presets import describe
 from ..sharding.lost_rank import lost_rank
 from ..sharding.shutdown import shutdown
 from . import report
@@ -26,7 +24,7 @@ from .config.settings import Run
 from .console import log_lines
 from .memory import estimate
 from .memory import usage as memory
-from .optimizers import ALTO_NAMES, arguments
+from .optimizers import arguments, describe
 
 _log = logging.getLogger(__name__)
 
@@ -175,20 +173,12 @@ def plan(run: Run, world: int, directory: Path) -> str:
             + (f" = {data_parallel} data-parallel x {model_parallel} model-parallel" if model_parallel > 1 else ""),
             f"model       {memory.parameter_count(run):,} parameters, {m.layers} layers, hidden {m.hidden}, "
             f"sequence {m.sequence}",
-            f"optimizer   {run.optimizer.name}, lr {run.optimizer.lr:g}{_momentum(run)}",
+            f"optimizer   {describe(run)}",
             f"batch       {t.micro_batch} micro x {accumulation} accumulated x {data_parallel} data-parallel = "
             f"{t.global_batch} samples, {t.global_batch * m.sequence:,} tokens a step, {t.iterations} steps",
             f"memory      about {_gib(need.total + activations)} a rank: {parts}{offloaded}",
         ]
     )
-
-
-def _momentum(run: Run) -> str:
-    """What alpha and the betas amount to, for ALTO."""
-    if run.optimizer.name not in ALTO_NAMES:
-        return ""
-    chosen = run.optimizer.resolved
-    return f", {describe(Hyperparameters(**{name: chosen[name] for name in chosen if name in HYPERPARAMETER_NAMES}))}"
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .. import presets
 from ..extras import require
+from ..hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from ..optimizer import ALTO
 from ..param_groups import param_groups
 from .config.optimizer_options import ALTO_NAMES, NAMES, default_options
@@ -26,6 +28,7 @@ __all__ = [
     "build_groups",
     "build_optimizer",
     "default_options",
+    "describe",
 ]
 
 #: Those that pytorch_optimizer brings.
@@ -44,6 +47,16 @@ def arguments(run: Run) -> dict[str, Any]:
     if run.optimizer.name in ALTO_NAMES:
         chosen.update(diagnostics_every=run.logs.diagnostics_every, skip_nonfinite=run.training.skip_nonfinite)
     return chosen
+
+
+def describe(run: Run) -> str:
+    """The run's optimizer in a line; for alto and lamb with what alpha and the betas amount to."""
+    chosen = run.optimizer.resolved
+    line = f"{run.optimizer.name}, lr {run.optimizer.lr:g}"
+    if run.optimizer.name not in ALTO_NAMES:
+        return line
+    hyper = Hyperparameters(**{name: chosen[name] for name in HYPERPARAMETER_NAMES if name in chosen})
+    return f"{line}, {presets.describe(hyper)}"
 
 
 def build_groups(run: Run, model: nn.Module) -> list[dict[str, Any]]:

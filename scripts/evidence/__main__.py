@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from . import STUDIES
-from .page import RESULTS, ROOT, make_pages
+from .page import make_pages
+from .places import RESULTS, ROOT
 from .study import Result, write
 
 #: Quick results show that a study works; they are no evidence and stay out of the repository.

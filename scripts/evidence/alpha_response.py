@@ -11,7 +11,7 @@ import math
 from alto_distributed import Hyperparameters, recipe
 
 from .figures import new_figure, plain_ticks
-from .page import DOCS
+from .places import DOCS
 
 PICTURE = DOCS / "pictures" / "alpha.svg"
 SHOWN = {

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import STUDIES
 from .paired import LEAST_EFFECT, LEAST_SEEDS
+from .places import DOCS, RESULTS
+from .recipes import report
+from .recipes.ledger import Ledger
+from .recipes.report import Part, unfinished
 from .review import reviewed
 from .study import VERDICTS, markdown_table
-
-if TYPE_CHECKING:
-    from .recipes.report import Part
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-DOCS = ROOT / "docs"
 
 HEAD = """\
 # Results
@@ -99,15 +96,13 @@ def compose(results: Sequence[dict[str, Any]], parts: Sequence[Part] = ()) -> di
     link = "../../scripts/evidence/results"
     pages = {"results.md": "\n".join([HEAD, _conclusions(parts), _studies(results, parts), RULE, NOT_LOOKED_AT])}
     pages.update({f"results/{part.name}.md": part.markdown(link) for part in parts})
+    pages.update({f"results/{name}.md": text for name, text in unfinished(parts).items()})
     pages.update({f"results/{result['study']}.md": _study(result, link) for result in results})
     return pages
 
 
 def make_pages(directory: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
     """Write all pages, and the figures and tables of the newest study."""
-    from .recipes import report
-    from .recipes.ledger import Ledger
-
     parts = report.finished(Ledger(directory / "recipes.jsonl"))
     report.write(parts, directory / "recipes")
     written = []

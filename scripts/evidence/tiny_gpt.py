@@ -27,7 +27,7 @@ from alto_distributed.pretrain.model import build_model, inputs_of, next_token_l
 from alto_distributed.pretrain.optimizers import build_groups, build_optimizer
 from alto_distributed.pretrain.schedule import learning_rate
 
-from .page import ROOT
+from .places import ROOT
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, "vocabulary": 512, "dropout": 0.0}
 #: Where data and finished runs are kept, out of the repository.

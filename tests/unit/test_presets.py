@@ -10,6 +10,7 @@ from torch import nn
 from alto_distributed import ALTO, LAMB, Hyperparameters, param_groups, recipe
 from alto_distributed.presets import PRESETS, describe, momentum_of
 from alto_distributed.pretrain.checkpoint.manager import differences
+from alto_distributed.pretrain.cli import plan
 from alto_distributed.pretrain.config.settings import parse
 
 STEPS = 400
@@ -103,6 +104,12 @@ def test_an_unknown_preset_lists_those_there_are():
         recipe(4096, vectorlr=0.1)
     with pytest.raises(ValueError, match="alpha=-200 is out of range"):
         recipe(4096, alpha=-200)
+
+
+def test_a_run_says_what_its_optimizer_amounts_to(tmp_path):
+    told = plan(parse({"optimizer": {"preset": "nesterov", "lr": 0.02}}), 4, tmp_path)
+    assert "alto, lr 0.02, alpha 0.8, betas 0 0.8 0.99, vector_lr 0.3: rho -0.8, lag 3.2 steps" in told
+    assert "optimizer   adamw, lr 0.01\n" in plan(parse({"optimizer": {"name": "adamw"}}), 4, tmp_path)
 
 
 def test_a_run_takes_a_preset_and_its_own_values_win():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..page import RESULTS
+from ..places import RESULTS
 from .trials import Trial
 
 RUNS = RESULTS / "recipes.jsonl"

@@ -61,6 +61,27 @@ class Part:
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
+#: Name -> title of every page.
+TITLES = {
+    "vectors": "At which rate should vectors and embeddings move?",
+    "presets": "Which preset, and how far are other optimizers?",
+    "norms": "What do wrong norms cost?",
+}
+
+UNFINISHED = """\
+# {title}
+
+The runs for this page are not finished. `python -m scripts.evidence.recipes run` goes on with them,
+`python -m scripts.evidence.recipes status` tells how far they are. `python -m scripts.evidence page` makes this page.
+"""
+
+
+def unfinished(parts: Sequence[Part]) -> dict[str, str]:
+    """A page for each question that has no answer yet, by name."""
+    there = {part.name for part in parts}
+    return {name: UNFINISHED.format(title=title) for name, title in TITLES.items() if name not in there}
+
+
 def finished(ledger: Ledger) -> list[Part]:
     """The pages for which there are runs enough."""
     found = []
@@ -149,7 +170,7 @@ def _vectors(ledger: Ledger) -> Part:
 
     return Part(
         "vectors",
-        "At which rate should vectors and embeddings move?",
+        TITLES["vectors"],
         "Norms and biases have no layer-wise ratio, and take Adam steps of lr, which is the relative step of a matrix. "
         "How much smaller should theirs be, and should embeddings have the ratio?",
         ". ".join(sentences) + ".",
@@ -239,7 +260,7 @@ def _presets(ledger: Ledger) -> Part:
     notes.append("* counts.")
     return Part(
         "presets",
-        "Which preset, and how far are other optimizers?",
+        TITLES["presets"],
         "Each with its own tuned rate: is there a difference between LAMB, the paper's ALTO, Nesterov's and zero-lag "
         "ALTO, and other optimizers?",
         ". ".join(sentences) + ".",
@@ -307,7 +328,7 @@ def _norms(ledger: Ledger) -> Part:
 
     return Part(
         "norms",
-        "What do wrong norms cost?",
+        TITLES["norms"],
         "An optimizer that knows nothing of sharding takes the norm of what a rank holds. How much worse does it "
         "train, with its own best rate?",
         ". ".join(sentences) + ".",

@@ -19,7 +19,7 @@ from alto_distributed.pretrain.data.sources import stdlib
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
 from alto_distributed.pretrain.schedule import learning_rate
 
-from ..page import ROOT
+from ..places import ROOT
 from .candidates import optimizers
 from .trials import HELD_OUT, MODELS, TUNING_SEED, Setting, Trial
 
