@@ -203,7 +203,8 @@ class ALTOBase(EagerStep):
         """
         self._skipped.resolve_pending()
         load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
-        for state in self.state.values():
+        for param in (param for group in self.param_groups for param in group["params"]):
+            state = self.state.get(param, {})  # hooks of the user's may keep other things there
             count = state.get(states.STEP)
             if count is not None and not isinstance(count, torch.Tensor):  # as old optimizers kept it
                 state[states.STEP] = states.new_step() + count

@@ -188,6 +188,9 @@ def check_betas(betas: Any) -> tuple[float, float, float]:
 
 
 def check_beta(name: str, beta: Any) -> float:
+    """A number, also as the 0-dim tensor that a scheduler with such a momentum writes."""
+    if isinstance(beta, torch.Tensor) and beta.ndim == 0 and beta.device.type == "cpu":
+        beta = beta.item()
     return _number(name, beta, low=0.0, below=1.0)
 
 

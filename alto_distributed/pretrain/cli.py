@@ -63,6 +63,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     pretraining.add_argument("--optimizer", help="overrides optimizer.name, with that optimizer's own defaults")
     pretraining.add_argument("--into", type=Path, help="directory of the run (default: runs/CONFIG-ENGINE-OPTIMIZER)")
     pretraining.add_argument("--stop-at", type=int, metavar="STEP", help="stop there with a checkpoint, to go on later")
+    pretraining.add_argument("--other-data", action="store_true", help="go on with other data than the checkpoint's")
     pretraining.add_argument("--dry-run", action="store_true", help="print what would run, memory and batch arithmetic")
     pretraining.add_argument("--world", type=int, metavar="RANKS", help="for --dry-run: how many ranks there would be")
     pretraining.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
@@ -117,7 +118,7 @@ def _pretrain(options: argparse.Namespace) -> None:
     from .trainer import train
 
     try:
-        steps = train(run, directory, options.stop_at)
+        steps = train(run, directory, options.stop_at, other_data=options.other_data)
         shutdown()
     except RuntimeError as error:
         reason = lost_rank(error)
