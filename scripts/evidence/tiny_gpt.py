@@ -142,7 +142,7 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
     for step in range(t.iterations):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run, step)
-        losses.append(_backward(model, batches.batch(step, t.global_batch, t.micro_batch)))
+        losses.append(backward(model, batches.batch(step, t.global_batch, t.micro_batch)))
         nn.utils.clip_grad_norm_(model.parameters(), t.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -162,7 +162,8 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
     )
 
 
-def _backward(model: nn.Module, batches: list[torch.Tensor]) -> float:
+def backward(model: nn.Module, batches: list[torch.Tensor]) -> float:
+    """Add up the gradients of a step's micro-batches; returns the loss."""
     total = 0.0
     for tokens in batches:
         loss = next_token_loss(model(inputs_of(tokens)).logits, tokens) / len(batches)

@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from alto_distributed.pretrain.config.settings import Run, parse
 from alto_distributed.pretrain.data.prepare import prepare
 from alto_distributed.pretrain.data.samples import Samples
 from alto_distributed.pretrain.data.sources import stdlib
-from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
+from alto_distributed.pretrain.model import build_model
 from alto_distributed.pretrain.schedule import learning_rate
 
 from ..places import ROOT
+from ..tiny_gpt import backward, validate
 from .candidates import optimizers
 from .trials import HELD_OUT, MODELS, TUNING_SEED, Setting, Trial
 
@@ -74,7 +74,7 @@ def train(trial: Trial) -> dict[str, Any]:
     for step in range(t.iterations):
         for _, group, factor in scaled:
             group["lr"] = trial.lr * factor * learning_rate(run, step)
-        losses.append(_backward(model, batches.batch(step, t.global_batch, t.micro_batch)))
+        losses.append(backward(model, batches.batch(step, t.global_batch, t.micro_batch)))
         if not math.isfinite(losses[-1]):
             break
         nn.utils.clip_grad_norm_(model.parameters(), t.clip)
@@ -93,18 +93,6 @@ def _samples(run: Run, split: str) -> Samples:
     return Samples(run.data.directory, split, run.model.sequence, run.model.vocabulary, run.training.seed)
 
 
-def _backward(model: nn.Module, batches: list[torch.Tensor]) -> float:
-    total = 0.0
-    for tokens in batches:
-        loss = next_token_loss(model(inputs_of(tokens)).logits, tokens) / len(batches)
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-@torch.no_grad()
 def _loss(model: nn.Module, run: Run, split: str) -> float:
     name = next(name for name, shape in MODELS.items() if shape["hidden"] == run.model.hidden)
-    batches = _samples(run, split).validation(HELD_OUT[name], 64)
-    losses = [next_token_loss(model(inputs_of(tokens)).logits, tokens) for tokens in batches]
-    return float(torch.stack(losses).mean())
+    return validate(model, _samples(run, split).validation(HELD_OUT[name], 64))
