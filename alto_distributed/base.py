@@ -15,6 +15,7 @@ from .hyperparameters import ADDED_LATER, OWN_BETA1, Hyperparameters, betas_of, 
 from .kernels import check_kernel
 from .nonfinite import SkippedSteps
 from .options import OPTIONS, for_all_groups, refuse_in_mid_run, without_options
+from .presets import describe
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import StepPlan, check_length
@@ -118,6 +119,11 @@ class ALTOBase(EagerStep):
         self._agreed: set[tuple[str, ...]] = set()
         self._layouts_lost = False
         self._proved = True
+
+    def describe(self) -> str:
+        """The settings of all groups in a line each: alpha and betas, and the lag and momentum that they amount to."""
+        settings = {describe(Hyperparameters.from_group(group)): None for group in self.param_groups}
+        return "\n".join(f"{type(self).__name__}: {setting}" for setting in settings)
 
     def description(self) -> dict[str, str]:
         """What must be the same on all ranks that train a model together, in words."""

@@ -24,7 +24,7 @@ from .config.settings import Run
 from .console import log_lines
 from .memory import estimate
 from .memory import usage as memory
-from .optimizers import arguments
+from .optimizers import arguments, describe
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def plan(run: Run, world: int, directory: Path) -> str:
             + (f" = {data_parallel} data-parallel x {model_parallel} model-parallel" if model_parallel > 1 else ""),
             f"model       {memory.parameter_count(run):,} parameters, {m.layers} layers, hidden {m.hidden}, "
             f"sequence {m.sequence}",
-            f"optimizer   {run.optimizer.name}, lr {run.optimizer.lr:g}",
+            f"optimizer   {describe(run)}",
             f"batch       {t.micro_batch} micro x {accumulation} accumulated x {data_parallel} data-parallel = "
             f"{t.global_batch} samples, {t.global_batch * m.sequence:,} tokens a step, {t.iterations} steps",
             f"memory      about {_gib(need.total + activations)} a rank: {parts}{offloaded}",

@@ -23,6 +23,7 @@ from .data.samples import Samples
 from .engines.base import Engine, build
 from .memory.usage import peak
 from .metrics import Log
+from .optimizers import describe
 from .runtime.launch_env import any_rank, end_with_launcher, read_launch_env, wait_at_most
 from .runtime.rendezvous import rendezvous_again
 from .runtime.run_lock import PATIENCE, keep_run_lock, lock_run
@@ -61,6 +62,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None, *, other_data: 
     speaks = dist.get_rank() == 0
     with _asked_to_stop() as asked, Log(directory, step, run.training.iterations, run.logs.tensorboard, speaks) as log:
         log.say(f"step {step}: {'resumed from ' + str(newest.path) if newest else 'new run'} in {directory}")
+        log.say(f"optimizer: {describe(run)}")
         if batches.no_test:
             log.say(f"there will be no test at the end: {batches.no_test}")
         if newest is None:

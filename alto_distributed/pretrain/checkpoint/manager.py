@@ -35,6 +35,7 @@ from .manifest import FileRecord, Manifest
 _FREE = (
     *("logs", "evaluation", "checkpoints", "deepspeed", "megatron", "data.directory", "data.verify"),
     *("training.micro_batch", "training.recompute", "training.timeout"),
+    "optimizer.preset",  # what it stands for is in the options, and is compared
 )
 
 _ABOUT = "run.json"
