@@ -1,71 +1,38 @@
 """Each instruction that the compiled kernels use, by itself: the emulator of tests/helpers/amd against AMD's manual.
 
 The manual's pseudocode is run lane by lane. Where it says nothing, or is wrong, the expectation is written here.
+Instructions that move something are in test_emulator_moves.py.
 """
 
 import importlib.util
+import math
 import sys
 
 import numpy as np
 import pytest
 
-from tests.helpers.amd import expected
-from tests.helpers.amd.decode import decode
+from tests.helpers.amd import expected, floats
 from tests.helpers.amd.launch import executable
-from tests.helpers.amd.samples import SAMPLES
-from tests.helpers.amd.scalar import WAITS
-from tests.helpers.amd.wave import EXEC, Wave
+from tests.helpers.amd.operands import FIRST_VGPR
+from tests.helpers.amd.samples import GROUPS, in_group, samples, wave_for
+from tests.helpers.amd.wave import NULL_RDNA, VCC
+from tests.helpers.launcher import REPO
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="tinygrad needs Python 3.11"),
     pytest.mark.skipif(importlib.util.find_spec("tinygrad") is None, reason="tinygrad is not installed"),
 ]
 
-BY_HAND = ("V_DIV_", "V_RCP_", "V_SQRT_", "V_PERM_", "V_PERMLANE", "V_READ", "DS_", "GLOBAL_", "BUFFER_", "S_LOAD_")
-CONTROL = ("S_BRANCH", "S_CBRANCH", "S_BARRIER", "S_ENDPGM", "S_SENDMSG", *WAITS)
+NAN, INF, TINY, LARGEST = math.nan, math.inf, 2.0**-149, float(np.finfo(np.float32).max)
 
 
-def by_manual(kind):
-    return [
-        label
-        for label in SAMPLES
-        if label.split()[1].startswith(kind) and not label.split()[1].startswith((*BY_HAND, *CONTROL))
-    ]
+@pytest.mark.parametrize("group", sorted(GROUPS))
+def test_every_group_has_a_test(group):
+    texts = [path.read_text() for path in (REPO / "tests/unit").glob("test_emulator_*.py")]
+    assert sum(text.count(f'in_group("{group}")') for text in texts) == 1
 
 
-def samples(label):
-    architecture = label.split()[0]
-    return [decode(code, architecture) for code in SAMPLES[label]]
-
-
-# Numbers at which something happens: zeros, denormals, one, the largest, infinities, NaN of both kinds; bit patterns.
-CORNERS = np.array(
-    [
-        *(0x00000000, 0x80000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x3F800000, 0xBF800000, 0x7F7FFFFF, 0x7F800000),
-        *(0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF, 0x00003C00, 0x00008001, 0x40000000, 0x3FF00000),
-    ],
-    np.uint32,
-)
-
-
-def wave_for(instruction, seed, memory=None, lds_size=0):
-    """A wave whose registers hold anything. Of its lanes some are not active, if the seed is even."""
-    rng = np.random.default_rng(seed)
-    wave = Wave(64 if instruction.cdna else 32, 256, memory, np.zeros(lds_size, np.uint8))
-    shape = wave.v.shape
-    kinds = [
-        rng.integers(0, 1 << 32, shape, np.uint64).astype(np.uint32),
-        rng.standard_normal(shape).astype(np.float32).view(np.uint32),
-        rng.integers(0, 64, shape).astype(np.uint32),
-        CORNERS[rng.integers(0, len(CORNERS), shape)],
-    ]
-    wave.v[:] = np.choose(rng.integers(0, len(kinds), shape), kinds)
-    for register in range(EXEC):
-        wave.set_scalar(register, int(wave.v[register, 0]), 1)
-    wave.scc = int(rng.integers(2))
-    if seed % 2 == 0:
-        wave.set_mask(EXEC, int(rng.integers(1, 1 << wave.lanes, dtype=np.uint64)))
-    return wave
+# -- by the manual ----------------------------------------------------------------------------------------
 
 
 def compare(instruction, wave, want):
@@ -90,7 +57,7 @@ def both_nan(instruction, wave, want, register, lane):
     return "F32" in result and bool(np.isnan(bits.view(np.float32)).all())
 
 
-@pytest.mark.parametrize("label", by_manual("V_"))
+@pytest.mark.parametrize("label", in_group("vector"))
 def test_vector_instruction(label):
     for instruction in samples(label):
         run = executable(instruction, 0)
@@ -102,7 +69,7 @@ def test_vector_instruction(label):
             compare(instruction, wave, want)
 
 
-@pytest.mark.parametrize("label", by_manual("S_"))
+@pytest.mark.parametrize("label", in_group("scalar"))
 def test_scalar_instruction(label):
     for instruction in samples(label):
         run = executable(instruction, 0)
@@ -111,3 +78,134 @@ def test_scalar_instruction(label):
             want = expected.scalar_expected(instruction, wave)
             assert run(wave) is None
             compare(instruction, wave, want)
+
+
+# -- quotients and roots ----------------------------------------------------------------------------------
+
+# The denominator and the numerator; how many powers of two each is scaled by; whether the quotient is scaled back.
+SCALES = [
+    ((1.0, 3.0), (0, 0), False),
+    ((1.0, 2.0**96), (64, 0), True),  # a quotient near the largest number
+    ((1.0, 2.0**95), (0, 0), False),
+    ((2.0**-130, 2.0**-126), (64, 64), False),  # the denominator is denormal
+    ((2.0**127, 1.0), (-64, 0), True),  # so are 1 / denominator and the quotient
+    ((2.0**127, 2.0**20), (-64, -64), False),  # of these, 1 / denominator alone
+    ((2.0**50, 2.0**-80), (0, 64), True),  # of these, the quotient alone
+    ((0.5, 2.0**-110), (64, 64), False),  # a tiny numerator
+]
+# Quotient so far, denominator, numerator; the result.
+FIXUPS = [
+    ((-2.5, -2.0, 5.0), -2.5),
+    ((2.5, -2.0, 5.0), -2.5),  # the sign is that of the operands
+    ((2.5, NAN, 5.0), NAN),
+    ((2.5, 2.0, NAN), NAN),
+    ((1.0, 0.0, -0.0), NAN),
+    ((1.0, INF, -INF), NAN),
+    ((1.0, -0.0, 5.0), -INF),
+    ((1.0, 3.0, -INF), -INF),
+    ((1.0, -INF, 5.0), -0.0),
+    ((1.0, 2.0, -0.0), -0.0),
+    ((1.0, 2.0**100, -(2.0**-60)), -0.0),  # too small for a denormal
+    ((NAN, -(2.0**-100), 2.0**100), -INF),  # too large
+]
+# Of an exact a b + c that is scaled back; the last one must not be rounded twice.
+FMAS = [
+    ((2.0, 3.0, 4.0), False, 10.0),
+    ((0.0, 1.0, 2.0**40), True, 2.0**104),
+    ((0.0, 1.0, 2.0**-70), True, 2.0**-134),
+    ((2.0**-86, 1.0, 3 * 2.0**-86), True, 2.0**-148),
+    ((2.0**-86, 2.0**-20, 2.0**-86), True, TINY),
+]
+
+
+def outcome(instruction, operands, flag=None):
+    """What an instruction makes of float32 operands: its result in lane 3, and its mask's bit, if it has one."""
+    wave = wave_for(instruction, 1)
+    if flag is not None:
+        wave.set_mask(VCC, int(flag) << 3)
+    for n, value in enumerate(operands):
+        wave.v[instruction[f"src{n}"] - FIRST_VGPR] = np.float32([value]).view(np.uint32)
+    with np.errstate(all="ignore"):
+        executable(instruction, 0)(wave)
+    result = wave.v[instruction["vdst"]].view(np.float32)[3]
+    if "sdst" not in instruction.fields or (instruction["sdst"] == NULL_RDNA and not instruction.cdna):
+        return result, None
+    return result, wave.mask(instruction["sdst"]) >> 3 & 1
+
+
+def same(got, want):
+    return bool(np.isnan(got) and np.isnan(want)) or (got == want and np.signbit(got) == np.signbit(want))
+
+
+@pytest.mark.parametrize("label", in_group("division"))
+def test_step_of_a_division(label):
+    for instruction in samples(label):
+        if "SCALE" in label:
+            for (low, high), powers, flag in SCALES:
+                is_low = instruction["src0"] == instruction["src1"]
+                value, power = (low, powers[0]) if is_low else (high, powers[1])
+                got, mask = outcome(instruction, (value, low, high))
+                assert same(got, np.ldexp(value, power)), (low, high, is_low)
+                assert mask in (flag, None), (low, high)
+        elif "FIXUP" in label:
+            for operands, want in FIXUPS:
+                assert same(outcome(instruction, operands)[0], want), operands
+        else:
+            for operands, flag, want in FMAS:
+                assert same(outcome(instruction, operands, flag)[0], want), operands
+
+
+@pytest.mark.parametrize("label", in_group("rough"))
+def test_rough_function(label):
+    exact = np.sqrt if "SQRT" in label else lambda x: 1 / x
+    corners = {"SQRT": [(0, 0), (-0.0, -0.0), (4, 2), (INF, INF), (-1, NAN), (NAN, NAN)]}.get(
+        label.split()[1][2:6], [(0, INF), (-0.0, -INF), (4, 0.25), (INF, 0), (-INF, -0.0), (NAN, NAN), (TINY, INF)]
+    )
+    for instruction in samples(label):
+        for value, want in corners:
+            assert same(outcome(instruction, (value,))[0], want), value
+        off = []
+        for n in range(200):
+            value = np.float32(1 + n / 128)
+            got, true = outcome(instruction, (value,))[0], exact(np.float64(value))
+            off.append(abs(got - true) / np.spacing(np.float32(true)))
+        assert max(off) <= 1.5
+        assert max(off) > 0.6  # nothing may rely on more than AMD promises
+
+
+def wide(count, rng):
+    """Numbers of all magnitudes."""
+    return (rng.standard_normal(count) * np.exp2(rng.integers(-149, 128, count))).astype(np.float32)
+
+
+def test_division_and_root_are_those_of_ieee():
+    """By the compiler's recipes, whose steps are the instructions above: with rough functions, to the last bit."""
+    rng = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        for high, low in [(wide(20000, rng), wide(20000, rng)), rng.standard_normal((2, 20000)).astype(np.float32)]:
+            got, want = divided(high, low), high / low
+            assert ((got.view(np.uint32) == want.view(np.uint32)) | np.isnan(got) & np.isnan(want)).all()
+        x = np.abs(wide(20000, rng))
+        assert (root(x) == np.sqrt(x)).all()
+
+
+def divided(high, low):
+    scaled_low, _ = floats.div_scale_f32(low, low, high)
+    scaled_high, flag = floats.div_scale_f32(high, low, high)
+    inverse = floats.rough_reciprocal(scaled_low)
+    inverse = floats.fma_f32(floats.fma_f32(-scaled_low, inverse, np.float32([1])), inverse, inverse)
+    quotient = scaled_high * inverse
+    quotient = floats.fma_f32(floats.fma_f32(-scaled_low, quotient, scaled_high), inverse, quotient)
+    rest = floats.fma_f32(-scaled_low, quotient, scaled_high)
+    return floats.div_fixup_f32(floats.div_fmas_f32(rest, inverse, quotient, flag), low, high)
+
+
+def root(x):
+    small = x < np.float32(2.0**-96)
+    y = np.where(small, x * np.float32(2.0**32), x)
+    found = floats.rough_root(y)
+    below, above = ((found.view(np.uint32) + np.uint32(n % 2**32)).view(np.float32) for n in (-1, 1))
+    nearer = np.where(floats.fma_f32(-below, found, y) <= 0, below, found)
+    nearer = np.where(floats.fma_f32(-above, found, y) > 0, above, nearer)
+    nearer = np.where(small, nearer * np.float32(2.0**-16), nearer)
+    return np.where((y == 0) | np.isinf(y), y, nearer)
