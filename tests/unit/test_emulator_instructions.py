@@ -4,6 +4,7 @@ The manual's pseudocode is run lane by lane. Where it says nothing, or is wrong,
 Instructions that move something are in test_emulator_moves.py.
 """
 
+import dataclasses
 import importlib.util
 import math
 import sys
@@ -11,10 +12,11 @@ import sys
 import numpy as np
 import pytest
 
-from tests.helpers.amd import expected, floats
+from tests.helpers.amd import expected, floats, pseudocode
+from tests.helpers.amd.lanes import dpp_lanes
 from tests.helpers.amd.launch import executable
 from tests.helpers.amd.operands import FIRST_VGPR
-from tests.helpers.amd.samples import GROUPS, in_group, samples, wave_for
+from tests.helpers.amd.samples import GROUPS, in_group, samples, wave_for, with_registers
 from tests.helpers.amd.wave import NULL_RDNA, VCC
 from tests.helpers.launcher import REPO
 
@@ -57,9 +59,15 @@ def both_nan(instruction, wave, want, register, lane):
     return "F32" in result and bool(np.isnan(bits.view(np.float32)).all())
 
 
+def both_ways(label):
+    """The samples, and with registers instead of constants."""
+    found = samples(label)
+    return found + [other for other in map(with_registers, found) if other not in found]
+
+
 @pytest.mark.parametrize("label", in_group("vector"))
 def test_vector_instruction(label):
-    for instruction in samples(label):
+    for instruction in both_ways(label):
         run = executable(instruction, 0)
         for seed in range(2):
             wave = wave_for(instruction, seed)
@@ -71,13 +79,59 @@ def test_vector_instruction(label):
 
 @pytest.mark.parametrize("label", in_group("scalar"))
 def test_scalar_instruction(label):
-    for instruction in samples(label):
+    for instruction in both_ways(label):
         run = executable(instruction, 0)
         for seed in range(20):
             wave = wave_for(instruction, seed)
             want = expected.scalar_expected(instruction, wave)
             assert run(wave) is None
             compare(instruction, wave, want)
+
+
+def test_the_second_of_two_operations_does_not_see_the_result_of_the_first():
+    for instruction in samples("rdna3 V_DUAL_MOV_B32"):
+        fields = {**instruction.fields, "srcy0": instruction["vdstx"] + FIRST_VGPR}
+        overlapping = dataclasses.replace(instruction, fields=fields)
+        wave = wave_for(instruction, 1)
+        want = expected.vector_expected(overlapping, wave)
+        executable(overlapping, 0)(wave)
+        compare(overlapping, wave, want)
+
+
+@pytest.mark.parametrize("label", ["cdna V_FMA_F32", "rdna3 V_FMA_F32", "cdna V_ADD_F64"])
+def test_signs_of_operands(label):
+    instruction = samples(label)[0]
+    for signs in range(0, 64, 5):
+        changed = dataclasses.replace(instruction, fields={**instruction.fields, "neg": signs & 7, "abs": signs >> 3})
+        wave = wave_for(instruction, 1)
+        want = expected.vector_expected(changed, wave)
+        with np.errstate(all="ignore"):
+            executable(changed, 0)(wave)
+        compare(changed, wave, want)
+
+
+def test_a_fused_sum_is_rounded_once():
+    """Just below and above the middle between two numbers, by less than float64 can tell."""
+    up, down = np.float32(1 + 2.0**-23), np.float32(1 - 2.0**-23)
+    for c in np.random.default_rng(0).standard_normal(50).astype(np.float32):
+        for half in (np.spacing(c) / 2, -np.spacing(c) / 2):
+            for a, b in ((up * half, down), (up * half, up), (-down * half, down)):
+                want = pseudocode.run("cdna", "V_FMA_F32", number("f32", S0=a, S1=b, S2=c, D0=0))["D0"]
+                got = floats.fma_f32(*np.float32([[a], [b], [c]]))
+                assert got.view(np.uint32)[0] == want.bits, (a, b, c)
+    assert np.signbit(floats.fma_f64(np.array([-1.0]), np.array([0.0]), np.array([-0.0])))[0]
+
+
+def number(kind, **values):
+    return {name: pseudocode.Number.of(kind, value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(("lanes", "cdna"), [(64, True), (32, False)])
+def test_lanes_of_dpp(lanes, cdna):
+    for control in (0x00, 0x1B, 0x4E, 0xB1, 0xFF, *range(0x111, 0x120), *((0x142, 0x143) if cdna else ())):
+        source, known = dpp_lanes(control, lanes, cdna)
+        for lane in range(lanes):
+            assert (source[lane] if known[lane] else None) == expected.dpp_lane(control, lane), (control, lane)
 
 
 # -- quotients and roots ----------------------------------------------------------------------------------

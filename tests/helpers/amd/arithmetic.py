@@ -36,7 +36,8 @@ def _bit_field(x: np.ndarray, first: np.ndarray, width: np.ndarray) -> np.ndarra
 
 
 def _signed_bit_field(x: np.ndarray, first: np.ndarray, width: np.ndarray) -> np.ndarray:
-    field, top = _bit_field(x, first, width).astype(np.int64), np.int64(1) << (width & 31).astype(np.int64)
+    top = np.int64(1) << (width & 31).astype(np.int64)
+    field = (x >> (first & 31).astype(np.int32)) & (top - 1)
     return np.where(2 * field >= top, field - top, field).astype(np.int32)
 
 
@@ -115,7 +116,7 @@ ARITHMETIC: dict[str, Operation] = {
     "V_LSHL_OR_B32": _operation("u32 < u32 u32 u32", lambda a, b, c: (a << (b & 31)) | c),
     "V_BFI_B32": _operation("u32 < u32 u32 u32", lambda a, b, c: (a & b) | (~a & c)),
     "V_BFE_U32": _operation("u32 < u32 u32 u32", _bit_field),
-    "V_BFE_I32": _operation("i32 < u32 u32 u32", _signed_bit_field),
+    "V_BFE_I32": _operation("i32 < i32 u32 u32", _signed_bit_field),
     "V_BFREV_B32": _operation("u32 < u32", _reversed_bits),
     "V_LSHLREV_B32": _operation("u32 < u32 u32", lambda a, b: b << (a & 31)),
     "V_LSHRREV_B32": _operation("u32 < u32 u32", lambda a, b: b >> (a & 31)),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .decode import Instruction
-from .operands import FIRST_VGPR, TYPES, Reader, Unsupported, Writer
+from .operands import FIRST_VGPR, TYPES, Reader, Unsupported
 from .wave import EXEC, Wave
 
 _ROW = 16  # lanes
@@ -20,23 +20,13 @@ def dpp_lanes(control: int, lanes: int, cdna: bool) -> tuple[np.ndarray, np.ndar
     amount = control & 15
     if control < 0x100:  # within each four
         return lane // 4 * 4 + (control >> 2 * (lane % 4) & 3), np.ones(lanes, bool)
-    if control < 0x110:
-        source, known = within + amount, within + amount < _ROW
-    elif control < 0x120:
-        source, known = within - amount, within >= amount
-    elif control < 0x130:
-        source, known = (within - amount) % _ROW, within >= 0
-    elif control == 0x140:
-        source, known = 15 - within, within >= 0
-    elif control == 0x141:
-        source, known = within // 8 * 8 + 7 - within % 8, within >= 0
-    elif control == 0x142 and cdna:  # the last lane of the row before
+    if 0x111 <= control <= 0x11F:  # a lane further up in the row
+        return np.maximum(lane - amount, row), within >= amount
+    if control == 0x142 and cdna:  # the last lane of the row before
         return np.maximum(row - 1, 0), row > 0
-    elif control == 0x143 and cdna:  # the last lane of the first half
+    if control == 0x143 and cdna:  # the last lane of the first half
         return np.full(lanes, 31), lane >= 32
-    else:
-        raise Unsupported(f"the DPP control {control:#x}")
-    return row + np.clip(source, 0, _ROW - 1), known
+    raise Unsupported(f"the DPP control {control:#x}")
 
 
 def dpp_source(instruction: Instruction) -> Callable[[Wave, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -45,10 +35,12 @@ def dpp_source(instruction: Instruction) -> Callable[[Wave, np.ndarray], tuple[n
     source, known = dpp_lanes(instruction["dpp"], size, instruction.cdna)
     lane = np.arange(size)
     enabled = (instruction["row_mask"] >> lane // _ROW & 1) & (instruction["bank_mask"] >> lane % _ROW // 4 & 1) != 0
-    zero_instead, also_inactive = bool(instruction["bc"]), bool(instruction.get("fi"))
+    zero_instead = bool(instruction["bc"])
+    if instruction.get("fi"):
+        raise Unsupported("DPP that reads lanes that are not active")
 
     def moved(wave: Wave, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        there = known if also_inactive else known & wave.active[source]
+        there = known & wave.active[source]
         result = np.where(there, value[source], value.dtype.type(0))
         return result, wave.active & enabled & (there | zero_instead)
 
@@ -70,10 +62,6 @@ def selected(instruction: Instruction, read: Reader, operand: int, kind: str) ->
     if kind[1:] == "16":
         return lambda wave: (read(wave) >> first & np.uint32(mask)).astype(np.uint16).view(dtype)
     return lambda wave: (read(wave) >> first & np.uint32(mask)).view(dtype)
-
-
-def selected_result(instruction: Instruction) -> Writer:
-    raise Unsupported(f"{instruction.label} that writes part of a register")
 
 
 def read_lane(instruction: Instruction) -> Callable[[Wave], None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from .decode import Instruction, decode
 from .memory import Memory
+from .operands import FIRST_VGPR
 from .scalar import WAITS
 from .wave import EXEC, Wave
 
@@ -51,6 +53,15 @@ def samples(label: str) -> list[Instruction]:
     return [decode(code, label.split()[0]) for code in SAMPLES[label]]
 
 
+def with_registers(instruction: Instruction) -> Instruction:
+    """The same with registers where it has small integers: a constant shows little of what an operation does."""
+    fields = dict(instruction.fields)
+    for name in ("src0", "src1", "src2", "ssrc0", "ssrc1"):
+        if 128 <= fields.get(name, 0) <= 208:
+            fields[name] = int(name[-1]) * 4 + (8 if name.startswith("ss") else FIRST_VGPR + 8)
+    return replace(instruction, fields=fields)
+
+
 # Numbers at which something happens: zeros, denormals, one, the largest, infinities, NaN of both kinds; bit patterns.
 CORNERS = np.array(
     [
@@ -62,7 +73,7 @@ CORNERS = np.array(
 
 
 def wave_for(instruction: Instruction, seed: int, memory: Memory | None = None, lds_size: int = 0) -> Wave:
-    """A wave whose registers hold anything. Of its lanes some are not active, if the seed is even."""
+    """A wave whose registers hold anything; with some seeds, all scalars 0. At even seeds some lanes are not active."""
     rng = np.random.default_rng(seed)
     lds = rng.integers(0, 256, lds_size, np.uint8)
     wave = Wave(64 if instruction.cdna else 32, 256, memory or Memory([]), lds)
@@ -75,7 +86,7 @@ def wave_for(instruction: Instruction, seed: int, memory: Memory | None = None, 
     ]
     wave.v[:] = np.choose(rng.integers(0, len(kinds), shape), kinds)
     for register in range(EXEC):
-        wave.set_scalar(register, int(wave.v[register, 0]), 1)
+        wave.set_scalar(register, int(wave.v[register, 0]) if seed % 5 != 4 else 0, 1)
     wave.scc = int(rng.integers(2))
     if seed % 2 == 0:
         wave.set_mask(EXEC, int(rng.integers(1, 1 << wave.lanes, dtype=np.uint64)))

@@ -8,7 +8,7 @@ import numpy as np
 
 from .arithmetic import ARITHMETIC, PACKED, Operation
 from .decode import Instruction
-from .lanes import dpp_source, selected, selected_result
+from .lanes import dpp_source, selected
 from .operands import FIRST_VGPR, Reader, Unsupported, Writer, implicit_mask, reader, with_sign, writer
 from .wave import VCC, Wave
 
@@ -103,8 +103,8 @@ def _writers(instruction: Instruction, operation: Operation) -> list[Writer]:
         else:
             register = VCC
         writers.append(writer(instruction, kind, register))
-    if instruction.get("dst_sel") != 6 and "dst_sel" in instruction.fields:
-        writers = [selected_result(instruction)]
+    if instruction.fields.get("dst_sel", 6) != 6:
+        raise Unsupported(f"{instruction.label} that writes part of a register")
     return writers
 
 
@@ -160,7 +160,8 @@ def _dual(instruction: Instruction) -> Run:
         parts.append((operation, readers, writer(instruction, operation.results[0], register)))
 
     def run(wave: Wave) -> None:
-        results = [operation.function(*[read(wave) for read in readers]) for operation, readers, _ in parts]
+        # A move's result is the register itself, which the other one may write.
+        results = [np.copy(operation.function(*[read(wave) for read in readers])) for operation, readers, _ in parts]
         for (_, _, write), result in zip(parts, results, strict=True):
             write(wave, result, None)
 
