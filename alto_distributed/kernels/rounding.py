@@ -119,13 +119,17 @@ class Rounding:
         if self._index is None:
             self._index = torch.arange(sum(lengths), dtype=torch.int32, device=device)
             self._index += _expanded(offsets, lengths)
-        step = self._parts[0][0].coefficients.step
-        key = _mix(_mix((seeds + 0x9E3779B9 * step).bitwise_and_(_MASK)).add_(which).bitwise_and_(_MASK))
+        key = _mix(_mix((seeds + 0x9E3779B9 * self._step()).bitwise_and_(_MASK)).add_(which).bitwise_and_(_MASK))
         inner = _mix(key.add_(upper).bitwise_and_(_MASK))
         x = self._index ^ _expanded(inner.to(torch.int32), lengths)
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
             x.bitwise_xor_((x >> shift).bitwise_and_(_MASK >> shift)).mul_(factor)
         return x.bitwise_xor_(x >> 16)
+
+    def _step(self) -> int | torch.Tensor:
+        """k, or one a part where it is on the device."""
+        counters = [shard.counter for shard, _, _ in self._parts if shard.counter is not None]
+        return torch.stack(counters).long() if counters else self._parts[0][0].coefficients.step
 
     def _constants(self, lengths: Sequence[int], device: torch.device) -> Sequence[torch.Tensor]:
         """Of each part: its seed, the upper half of its indices, and what to add to a place for an index."""

@@ -148,8 +148,9 @@ def piece(spans, dtype=torch.float32):
 
 def tables(pieces, tiling=None):
     table = PieceTable(torch.device("cpu"), tiling)
-    assert table.update(batch_of(pieces))
-    assert not table.update(pieces)
+    shapes = [(one, Dtypes.of(one)) for one in batch_of(pieces)]
+    assert table.update(shapes)
+    assert not table.update(shapes)
     return table.tables
 
 
