@@ -14,7 +14,7 @@ from .errors import UnsupportedTensor
 from .hyperparameters import ADDED_LATER, OWN_BETA1, Hyperparameters, betas_of, check_beta, check_betas, is_cycled
 from .kernels import check_kernel
 from .nonfinite import SkippedSteps
-from .options import OPTIONS, for_all_groups, refuse_in_mid_run, without_options
+from .options import OPTIONS, check_capturable, for_all_groups, refuse_in_mid_run, without_options
 from .planning import Plans
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
@@ -38,6 +38,7 @@ class ALTOBase(EagerStep):
         self._state_dtypes = {
             key: states.check_dtype(f"{key}_dtype", options[f"{key}_dtype"]) for key in states.SHRINKABLE
         }
+        self._capturable = check_capturable(options)
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
 
@@ -80,6 +81,7 @@ class ALTOBase(EagerStep):
             "kernel": self._kernel,
             "diagnostics_every": self._diagnostics.every,
             "skip_nonfinite": self._skipped.on,
+            "capturable": self._capturable,
             **dtypes,
         }
 
@@ -152,10 +154,13 @@ class ALTOBase(EagerStep):
         group[OWN_BETA1] = beta1
         return Hyperparameters.from_group(group)
 
-    def _is_complete(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    def _is_complete(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
         """Whether :meth:`_state_of` has nothing to do."""
         count = state.get(states.STEP)
-        if count is None or not count.is_cpu:  # an engine moved all states; each step would wait for it
+        if count is None:
+            return False
+        # If an engine moved all states, each step would wait for it.
+        if not (count.device == param.device if self._capturable else count.is_cpu):
             return False
         for key in self.state_keys:
             value = state.get(key)
@@ -173,7 +178,8 @@ class ALTOBase(EagerStep):
         date, so that alpha may change at any time.
         """
         state: dict[str, Any] = self.state[param]
-        state[states.STEP] = state[states.STEP].cpu() if states.STEP in state else states.new_step()
+        home = param.device if self._capturable else "cpu"
+        state[states.STEP] = state[states.STEP].to(home) if states.STEP in state else states.new_step(home)
         for key in self.state_keys:
             if key in state:
                 chosen = self._state_dtypes.get(key)
@@ -191,7 +197,7 @@ class ALTOBase(EagerStep):
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``. A step that may have been skipped is waited for, so that the count is right."""
-        self._skipped.resolve_pending()
+        self._skipped.settle()
         for plan in self._plans:
             plan.witness.resolve()
         return super().state_dict()
@@ -225,6 +231,7 @@ class ALTOBase(EagerStep):
             "_state_dtypes": self._state_dtypes,
             "_diagnostics": self._diagnostics.fresh(),
             "_skipped": self._skipped.fresh(),
+            "_capturable": self._capturable,
             "_layouts_lost": lost,
         }
 
@@ -233,7 +240,7 @@ class ALTOBase(EagerStep):
         # states and groups alone.
         if "_plans" not in self.__dict__:
             # Of an ALTO that was pickled before there was a choice.
-            self._state_dtypes, self._skipped = {}, SkippedSteps(False)
+            self._state_dtypes, self._skipped, self._capturable = {}, SkippedSteps(False), False
             self._use_layouts({}, ())
         super().__setstate__(state)
         for group in self.param_groups:

@@ -53,7 +53,7 @@ class ScaledStep:
         if self._scale is None:
             return None
         if device not in self._inverse:
-            self._inverse[device] = self._scale.double().reciprocal().float().to(device)
+            self._inverse[device] = self._scale.double().reciprocal().float().reshape(()).to(device)
         return self._inverse[device]
 
 

@@ -12,6 +12,7 @@ the paper, norms over whole parameters when they are sharded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from .grad_scaler import ScaledStep
 from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from .import_hooks import register_loaded
 from .kernels import Coefficients, FlatShard, Kernel, kernel_for, kernel_with_skip
+from .kernels.capture import is_capturing
 from .kernels.rounding import seed_of
 from .kernels.shards import memory_of
 from .options import OPTIONS, check_torch_options, refusing_unknown
@@ -32,9 +34,11 @@ from .sharding.plan import PlannedTensor, StepPlan
 from .step_inputs import (
     Ready,
     StepInputs,
+    check_capture,
     check_memory,
     check_states,
     checked_gradient,
+    count_one_more,
     in_one_order,
     refuse_capture,
     refuse_fsdp1,
@@ -74,8 +78,9 @@ class ALTO(ALTOBase):
         maximize: climb instead of descend.
         foreach: accepted, since frameworks set it; ``kernel`` says what computes a step.
         fused: the same.
-        capturable: refused unless False.
-        differentiable: the same.
+        capturable: steps may be captured in a CUDA graph: they are counted on the device, and ``lr`` may be a tensor
+            there. The other numbers of the groups are the graph's own. It changes nothing on the CPU.
+        differentiable: refused unless False.
 
     Options may also be keys of the parameter groups, the same in all of them.
 
@@ -120,7 +125,7 @@ class ALTO(ALTOBase):
 
     # -- the step -----------------------------------------------------------------------------------
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, capturing: bool = False) -> StepPlan:
         """The plan for the tensors that are in the groups now."""
         if self._layouts_lost:
             raise ValueError(
@@ -132,6 +137,7 @@ class ALTO(ALTOBase):
             self.state,
             lambda: {**self.description(), **self.description_of_groups()},
             self._state_dtypes if self._kernel == "auto" else None,
+            capturing,
         )
 
     @torch.no_grad()
@@ -149,11 +155,16 @@ class ALTO(ALTOBase):
             with torch.enable_grad():
                 loss = closure()
 
-        plan = self._plan()
+        capturing = self._is_capturing()
+        plan = self._plan(capturing)
         hypers = [self._checked(group) for group in self.param_groups]
         self._skipped.resolve_pending()
         self._skipped.raise_if_scalers_disagree()
         ready = self._ready(plan)
+        if capturing:
+            check_capture(plan, ready, self.param_groups)
+        elif self._capturable:
+            plan.stepped = frozenset(one.planned.place for one in ready)
         scaled = ScaledStep.of(self)
         real = (part for one in ready for part in one.planned.real_elements(one.grad))
         skip = self._skipped.flags(real, scaled, plan.norms.groups)
@@ -163,8 +174,10 @@ class ALTO(ALTOBase):
             if skipped:
                 return loss
             skip = None
-        inputs = self._collect(plan, ready, hypers, scaled)
-        if skip is not None:
+        inputs = self._collect(plan, ready, hypers, scaled, skip)
+        if skip is not None and self._capturable and not inputs.counters:
+            self._skipped.count_on_device(skip, capturing)
+        elif skip is not None:
             self._skipped.count_later(skip, inputs.counters)
         measured = (
             inputs.over_every_parameter(plan) if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
@@ -189,7 +202,18 @@ class ALTO(ALTOBase):
             target.copy_(flat.view(target.shape))
         # Kernels that write through addresses do so behind autograd's back.
         increment_version([one.param for one in ready])
+        if capturing:
+            plan.witness.forget()
+            self._plans.captured.append((plan, inputs))
         return loss
+
+    def _is_capturing(self) -> bool:
+        """Whether this step is recorded by a CUDA graph, which must be wanted."""
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        capturing = any(map(is_capturing, {param.device for param in itertools.islice(params, 1)}))
+        if capturing and not self._capturable:
+            refuse_capture()
+        return capturing
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
         kernel = kernel_for(self._kernel, device, self._plans.proved)
@@ -211,7 +235,7 @@ class ALTO(ALTOBase):
                 if grad is not None:
                     state = known.get(param, {})
                     memory = None
-                    if self._is_complete(state, group):
+                    if self._is_complete(param, state, group):
                         memory = memory_of(param, grad, state[first], state[second], state.get(third))
                     if memory is None or memory.dtypes[1].is_complex:  # asks again, to say what is wrong
                         grad = checked_gradient(param, grad)
@@ -223,11 +247,15 @@ class ALTO(ALTOBase):
                     ready.append(Ready(planned, param, planned.position[0], grad, state, memory))
         for device in {one.grad.device if one.memory is None else one.memory.device for one in ready}:
             kernel_for(self._kernel, device, self._plans.proved)  # refuses a device that the kernel cannot serve
-            refuse_capture(device)
         return ready
 
     def _collect(
-        self, plan: StepPlan, ready: Sequence[Ready], hypers: Sequence[Hyperparameters], scaled: ScaledStep | None
+        self,
+        plan: StepPlan,
+        ready: Sequence[Ready],
+        hypers: Sequence[Hyperparameters],
+        scaled: ScaledStep | None,
+        skip: torch.Tensor | None,
     ) -> StepInputs:
         """The flat shards to work on, counted as one more step."""
         inputs = StepInputs(plan.kept_by_kernels)
@@ -239,14 +267,12 @@ class ALTO(ALTOBase):
             else one.state
             for one in ready
         ]
-        inputs.counters = [state[states.STEP] for state in found]
-        if inputs.counters:
-            # A number would be made a tensor for each of them. Without alpha, the tensor is read as a number.
-            torch._foreach_add_(inputs.counters, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1)
+        inputs.counters = count_one_more([state[states.STEP] for state in found], skip)
         first, second, third = self.state_keys
         rounds = self._rounds
         for (planned, param, g, grad, _, memory), state in zip(ready, found, strict=True):
-            k = int(state[states.STEP].item())
+            count = state[states.STEP]
+            k = int(count.item()) if count.is_cpu else 0
             if (g, k) not in coefficients:
                 coefficients[g, k] = Coefficients.at_step(hypers[g], k)
                 inputs.k = max(inputs.k, k)
@@ -267,6 +293,7 @@ class ALTO(ALTOBase):
                 seed=self._seed(plan, planned) if rounds else 0,
                 place=planned.place,
                 inverse_scale=None if scaled is None else scaled.inverse_scale(device),
+                counter=None if count.is_cpu else count,
                 found=memory,
             )
             inputs.batch_on(device).append(shard)

@@ -10,6 +10,7 @@ import torch
 
 from . import states
 from .kernels import Dtypes, find_fault
+from .kernels.capture import refuse_cold
 from .kernels.choice import ACCELERATED, warn_of_fallback
 from .sharding.collective import anyone_objects
 from .sharding.layout import LogicalParameter, ShardLayout
@@ -34,6 +35,8 @@ class Plans:
         """The parameters about which ranks have compared themselves."""
         self.proved = True
         """Whether "auto" may use its kernel for GPUs."""
+        self.captured: list[Any] = []
+        """What graphs go on using: it stays as long as the optimizer."""
         self._made: dict[tuple[tuple[int, ...], ...], StepPlan] = {}
 
     def __len__(self) -> int:
@@ -51,6 +54,7 @@ class Plans:
         others: Collection[torch.Tensor],
         description: Callable[[], Mapping[str, str]],
         state_dtypes: Mapping[str, torch.dtype | None] | None,
+        capturing: bool = False,
     ) -> StepPlan:
         """The plan for the tensors that are in the groups now.
 
@@ -59,10 +63,13 @@ class Plans:
             others: tensors that the optimizer knows besides.
             description: what must be the same on all ranks.
             state_dtypes: of states in low precision; None if the kernel is not to be proved.
+            capturing: whether a graph is recorded, in which no plan can be made.
         """
         key = tuple([tuple(map(id, group["params"])) for group in groups])
         plan = self._made.get(key)
         if plan is None or not plan.fits():
+            if capturing:
+                refuse_cold("no step was taken with these parameters yet")
             plan = StepPlan(groups, self.layouts, self.joined)
             names = tuple(plan.norms.slots)
             # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,7 +12,9 @@ import torch
 from . import states
 from .errors import MisfittingTensor, UnsupportedTensor, refuse_unsupported_gradient
 from .kernels import Batch, FlatShard
+from .kernels.capture import refuse_cold
 from .kernels.shards import Memory
+from .sharding.collective import home_of
 from .sharding.dtensor import like_parameter, local
 from .sharding.plan import PlannedTensor, StepPlan
 from .spans import PLAIN
@@ -42,7 +45,7 @@ class StepInputs:
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Parameters that have no flat view, each with the flat copy that is worked on instead."""
     counters: list[torch.Tensor] = field(default_factory=list)
-    """The step counts of all parameters in it, which include this step."""
+    """The step counts on the host of all parameters in it, which include this step."""
     k: int = 0
     """The number of this step; 0 where there is nothing to do."""
 
@@ -74,6 +77,25 @@ def in_one_order(
     m, v = states.flat_view(m, param), states.flat_view(v, param)
     u = None if u is None else states.flat_view(u, param)
     return flat, grad, m, v, u, None if theta.is_contiguous() else theta
+
+
+def count_one_more(counters: Sequence[torch.Tensor], skip: torch.Tensor | None) -> list[torch.Tensor]:
+    """One more step in all counters; gives those on the host.
+
+    Those on a device leave out a step that is skipped. The host takes it back, when it knows.
+    """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    host = [count for count in counters if count.is_cpu]
+    for count in counters if len(host) < len(counters) else ():
+        if not count.is_cpu:
+            by_device.setdefault(count.device, []).append(count)
+    for device, some in by_device.items():
+        one = torch.ones((), dtype=torch.float32, device=device)
+        torch._foreach_add_(some, one if skip is None else one - skip[0].to(device), alpha=1)
+    if host:
+        # A number would be made a tensor for each of them. Without alpha, the tensor is read as a number.
+        torch._foreach_add_(host, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1)
+    return host
 
 
 def checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -122,11 +144,30 @@ def check_memory(param: torch.Tensor) -> None:
             )
 
 
-def refuse_capture(device: torch.device) -> None:
-    """Raise while a CUDA graph is captured: it would replay this one step's numbers for good."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def refuse_capture() -> None:
+    """Raise where a CUDA graph would replay this one step's numbers for good."""
+    raise ValueError(
+        "this ALTO's step() cannot be captured in a CUDA graph: the bias corrections and the step count are numbers of "
+        "the host, which a graph would replay for good. Build it with capturable=True, or call step() outside of the "
+        "graph"
+    )
+
+
+def check_capture(plan: StepPlan, ready: Sequence[Ready], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for a step that a graph would not repeat rightly."""
+    if plan.stepped != frozenset(one.planned.place for one in ready):
+        refuse_cold("the last step had gradients of other parameters, or there was none")
+    device = next((one.grad.device for one in ready if one.grad.device.type != "cpu"), None)
+    if device is None or any(one.grad.device != device for one in ready):
+        raise ValueError("a CUDA graph cannot step parameters on the CPU or on two devices: keep them in another ALTO")
+    if any(home_of(group).type != device.type for group in plan.norms.groups):
         raise ValueError(
-            "ALTO's step() cannot be captured in a CUDA graph: the learning rate, the bias corrections and the step "
-            "count are numbers of the host, which a graph would replay for good. Capture forward and backward, and "
-            "call step() outside of the graph"
+            f"a CUDA graph cannot hold the all-reduces of process groups that work on the CPU, such as gloo: make the "
+            f"groups with a backend for {device.type}"
+        )
+    if any(not isinstance(group["lr"], torch.Tensor) or group["lr"].device.type == "cpu" for group in groups):
+        warnings.warn(
+            "ALTO's step() is captured in a CUDA graph with a learning rate on the host, which the graph replays for "
+            f"good. Give lr=torch.tensor(..., device={str(device)!r}), and change it in place",
+            stacklevel=5,
         )

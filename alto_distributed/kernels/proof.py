@@ -122,7 +122,7 @@ def _shards(device: torch.device, dtypes: Dtypes) -> list[FlatShard]:
             tuple(spans),
             Coefficients.at_step(_CLIMBING, 1),
             seed=n + 7,
-            inverse_scale=torch.full((1,), 0.25, dtype=torch.float32, device=device),
+            inverse_scale=torch.full((), 0.25, dtype=torch.float32, device=device),
         )
         for span in spans:
             if span.slot == 3:

@@ -118,6 +118,8 @@ class StepPlan:
         self._slots_with_ratio: dict[tuple[int, str], SlotIndex] = {}
         self.kept_by_kernels: dict[Any, Any] = {}
         """See :class:`..kernels.shards.Batch`."""
+        self.stepped: frozenset[int] | None = None
+        """Places of the tensors of the last step that was not captured; kept if steps may be."""
 
     def fits(self) -> bool:
         """Whether its tensors are still of the shapes for which it was made: their data may have been replaced."""

@@ -89,6 +89,8 @@ OPTIONS = {
     "LAMB": {"alpha": 0.0},
     "lr on the host": {"lr": torch.tensor(0.05)},
     "reference": {"kernel": "reference"},
+    "capturable": {"capturable": True},
+    "capturable, skips": {"capturable": True, "skip_nonfinite": True},
 }
 
 
