@@ -60,7 +60,7 @@ def check_torch_options(options: Mapping[str, Any]) -> None:
 
 def check_capturable(options: Mapping[str, Any]) -> bool:
     """Whether steps may be captured in CUDA graphs, given the other options of an optimizer."""
-    capturable = options["capturable"] or False  # None, as some frameworks write it
+    capturable = options["capturable"]
     if not isinstance(capturable, bool):
         raise ValueError(f"capturable={shown(capturable)} must be True or False")
     if capturable and options["diagnostics_every"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,12 +12,9 @@ from . import states
 from .kernels import Dtypes, find_fault
 from .kernels.capture import refuse_cold
 from .kernels.choice import ACCELERATED, warn_of_fallback
-from .sharding.collective import anyone_objects
+from .sharding.collective import anyone_objects, replicas_object
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import StepPlan
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Plans:
@@ -78,17 +75,26 @@ class Plans:
                 plan.require_agreement(description())
                 self.agreed.add(names)
             if state_dtypes is not None:
-                self._prove_kernel(dtypes_in_use(groups, state_dtypes), plan.norms.groups if agree else ())
+                self._prove_kernel(dtypes_in_use(groups, state_dtypes), plan, agree)
             self._drop_outdated(itertools.chain.from_iterable([*(group["params"] for group in groups), others]))
             self._made[key] = plan
         return plan
 
-    def _prove_kernel(
-        self, in_use: Mapping[torch.device, Iterable[Dtypes]], process_groups: Iterable[ProcessGroup]
-    ) -> None:
-        """Whether "auto" may use its kernel for GPUs: all ranks that sum norms together do, or none of them."""
+    def _prove_kernel(self, in_use: Mapping[torch.device, Iterable[Dtypes]], plan: StepPlan, is_new: bool) -> None:
+        """Whether "auto" may use its kernel for GPUs: all ranks that have pieces or replicas do, or none of them.
+
+        Args:
+            in_use: what the kernel would have to serve.
+            plan: whose process groups connect the ranks.
+            is_new: whether all ranks make this plan now.
+        """
         faults = [fault for device, dtypes in in_use.items() if (fault := find_fault(device, dtypes))]
-        if anyone_objects(bool(faults), process_groups, ACCELERATED) and self.proved:
+        objects = bool(faults)
+        if is_new and plan.connected:
+            objects = anyone_objects(objects, plan.connected, ACCELERATED)
+        elif is_new and in_use:
+            objects = replicas_object(objects)
+        if objects and self.proved:
             self.proved = False
             warn_of_fallback(faults[0] if faults else "it failed on another rank, whose warning says why")
 

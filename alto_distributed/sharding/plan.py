@@ -106,6 +106,9 @@ class StepPlan:
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
         self.witness = GradientWitness([_groups_of_dtensor(*pair) for group in resolved for pair in group])
         self.norms = NormTable([*everything, *joined, *self.witness.parameters])
+        replicas = (group for tensor in self.tensors for group in dtensor.replica_groups(tensor))
+        self.connected = list(dict.fromkeys([*self.norms.groups, *replicas]))
+        """Process groups of the ranks that have pieces or replicas of these tensors, as far as tensors tell."""
         places = itertools.count()
         self.groups = [
             [PlannedTensor(layout, self.norms.slots, next(places), (g, i)) for i, (_, layout) in enumerate(group)]

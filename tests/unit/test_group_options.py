@@ -84,7 +84,6 @@ def test_options_of_torch_without_meaning_change_nothing():
         {"foreach": True, "fused": False},
         {"fused": True, "capturable": False},
         {"capturable": True},
-        {"capturable": None},
     ):
         for in_group in (False, True):
             p = weight()
