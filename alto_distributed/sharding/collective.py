@@ -6,7 +6,7 @@ import datetime
 import functools
 import itertools
 import warnings
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,13 +34,24 @@ def all_reduce(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> tor
 
 def reduce_on_group_device(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> torch.Tensor:
     """The same, left on the device where ``group`` communicates: one kind of device on all of its ranks."""
+    return start_all_reduce(table, group, op)()
+
+
+def start_all_reduce(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> Callable[[], torch.Tensor]:
+    """The same, under way; the result waits for it. With NCCL that is the device's stream, not the host."""
     import torch.distributed as dist
 
     there = table.to(device_for(table.device, group))
     narrow = there.dtype == torch.float64 and not adds_float64(group, there.device)
     sent = there.float() if narrow else there
-    dist.all_reduce(sent, op=getattr(dist.ReduceOp, op), group=group)
-    return sent.double() if narrow else sent
+    work = dist.all_reduce(sent, op=getattr(dist.ReduceOp, op), group=group, async_op=True)
+
+    def result() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return sent.double() if narrow else sent
+
+    return result
 
 
 def adds_float64(group: ProcessGroup, device: torch.device) -> bool:
