@@ -57,7 +57,7 @@ class Diagnostics:
         self._sums = {device: table.zeros(device, _ROWS) for device in shards}
         for device, on_device in shards.items():
             for shard, here, slot in _chunks(on_device):
-                g = shard.grad[here].to(shard.exp_avg_sq.dtype) * shard.gradient_factor
+                g = shard.as_taken(shard.grad[here].to(shard.exp_avg_sq.dtype))
                 self._sums[device][_GRADIENT, slot] += _squares(g)
                 if shard.grad_ema is not None:
                     c = shard.coefficients

@@ -167,19 +167,18 @@ def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU, squared
         squared: whether the square must be finite too, in the precision of the states. For gradients that are used as
             they are: the adapted gradient is at most twice the largest.
     """
-    largest: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            norm = torch.linalg.vector_norm(gradient, ord=float("inf"))
-            largest.setdefault((norm.device, norm.dtype), []).append(norm)
-    flags = [
-        (torch.stack(norms) < (_largest_to_square(dtype) if squared else math.inf)).all().logical_not().float().view(1)
-        for (_, dtype), norms in largest.items()
-    ]
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    flags = []
+    for (_, dtype), some in alike.items():
+        largest = torch.stack(torch._foreach_norm(some, math.inf))
+        flags.append((largest < (_largest_to_square(dtype) if squared else math.inf)).all().logical_not().float())
     flags.sort(key=lambda flag: flag.device.type == "cpu")
     if not flags:
         return torch.zeros(1, dtype=torch.float32, device=home)
-    whole = flags[0]
+    whole = flags[0].view(1)
     for flag in flags[1:]:
         whole = torch.maximum(whole, flag.to(whole.device))
     return whole

@@ -13,9 +13,7 @@ import torch
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on ``device`` now is recorded instead."""
-    if device.type == "cpu":
-        return False
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 

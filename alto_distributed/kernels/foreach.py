@@ -112,12 +112,13 @@ class ForeachKernel:
             parts = (part for group in some for part in group.parts)
             squares += [(NONZERO, part, norm, 1.0) for part, norm in zip(parts, largest, strict=True)]
         measured: list[Found] = []
+        rounded = _with_rounding(groups, batch.kept)
         for group in groups:
             targets = [group.of(name) for name in ("exp_avg", "exp_avg_sq")]
             if group.parts[0].shard.grad_ema is not None:
                 targets.append(group.of("grad_ema"))
             with self._undone(targets):
-                self._moments(group, batch)
+                self._moments(group, *rounded[id(group)])
             if not group.ratio:
                 continue
             r, factor = _direction(group)
@@ -153,20 +154,19 @@ class ForeachKernel:
                 if theta is not params:
                     torch._foreach_copy_(params, theta)
 
-    def _moments(self, group: Group, batch: Batch) -> None:
+    def _moments(self, group: Group, rounding: Rounding, number: int) -> None:
         c, dtype = group.coefficients, group.parts[0].shard.exp_avg_sq.dtype
         d, _ = _in_full(group.of("grad"), dtype)
         first = group.parts[0].shard
         if first.inverse_scale is not None or c.sign != 1:
             d = list(torch._foreach_mul(d, first.gradient_factor))
-        rounding = Rounding([(p.shard, p.start, p.stop) for p in group.parts], batch.kept)
         if group.parts[0].shard.grad_ema is not None:
             averages = group.of("grad_ema")
             u, flat = _in_full(averages, dtype)
             g, d = d, list(torch._foreach_lerp(d, u, -c.alpha * (1 - c.beta1)))
             torch._foreach_lerp_(u, g, 1 - c.beta1)
             if flat is not None:
-                rounding.store(averages, flat, GRAD_EMA_BITS)
+                rounding.store(number, averages, flat, GRAD_EMA_BITS)
         firsts = group.of("exp_avg")
         m, flat = _in_full(firsts, dtype)
         torch._foreach_lerp_(m, d, 1 - c.beta2)
@@ -174,7 +174,7 @@ class ForeachKernel:
         torch._foreach_mul_(v, c.beta3)
         torch._foreach_addcmul_(v, d, d, 1 - c.beta3)
         if flat is not None:
-            rounding.store(firsts, flat, EXP_AVG_BITS)
+            rounding.store(number, firsts, flat, EXP_AVG_BITS)
 
     @contextlib.contextmanager
     def _undone(self, lists: Sequence[Tensors]) -> Iterator[None]:
@@ -211,6 +211,18 @@ def _groups(shards: Batch) -> Iterator[Group]:
                     yield group
     for group, _ in open_groups.values():
         yield group
+
+
+def _with_rounding(groups: Sequence[Group], kept: dict[Any, Any]) -> dict[int, tuple[Rounding, int]]:
+    """By id of a group: what rounds its states, shared by those at the same step, and its number there."""
+    found: dict[int, tuple[Rounding, int]] = {}
+    by_numbers: dict[int, list[Group]] = {}
+    for group in groups:
+        by_numbers.setdefault(id(group.coefficients), []).append(group)
+    for some in by_numbers.values():
+        rounding = Rounding([[(p.shard, p.start, p.stop) for p in group.parts] for group in some], kept)
+        found.update({id(group): (rounding, number) for number, group in enumerate(some)})
+    return found
 
 
 def _alike(groups: Sequence[Group], name: str) -> list[list[Group]]:

@@ -70,7 +70,7 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
             here = slice(start, stop)
             v = shard.exp_avg_sq[here]
             g, m, theta = (t[here].to(dtype) for t in (shard.grad, shard.exp_avg, shard.param))
-            g = d = g * shard.gradient_factor
+            g = d = shard.as_taken(g)
             if shard.grad_ema is not None:
                 d, u = adapt_gradient(g, shard.grad_ema[here].to(dtype), c.alpha, c.beta1)
                 store(shard.grad_ema[here], u, key_of(shard, GRAD_EMA_BITS), start)

@@ -164,6 +164,10 @@ class FlatShard:
         sign = self.coefficients.sign
         return sign if self.inverse_scale is None else self.inverse_scale * sign
 
+    def as_taken(self, g: torch.Tensor) -> torch.Tensor:
+        """What the update takes for elements of the gradient, which are in the precision of the arithmetic."""
+        return g if self.inverse_scale is None and self.coefficients.sign == 1 else g * self.gradient_factor
+
 
 class Batch(list[FlatShard]):
     """The shards of one step on one device, with what kernels keep from step to step about those of the same plan.
