@@ -21,10 +21,11 @@ from ..param_groups import whole_shape
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import checkpoint, offload_states
-from .build import BUILDERS, OPTIMIZERS, build, rename_lamb, split_bare_parameters
+from .build import BUILDERS, OPTIMIZERS, build, refuse_misplaced, rename_lamb, split_bare_parameters
 from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .nonfinite import skip_nonfinite
+from .notices import warn_of_dropped, warn_of_other_peak
 from .refuse import refuse_unsupported
 from .versions import check_version, warn_if_untested
 from .wrap import wrap_method
@@ -55,6 +56,7 @@ def _do_sanity_check(original: Callable[..., Any], engine: Any) -> None:
 
 def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any, parameters: list[Any]) -> None:
     if client is None and engine.optimizer_name() in BUILDERS:
+        refuse_misplaced(engine._config)
         refuse_unsupported(engine, parameters)
         original(None, split_bare_parameters(parameters))
     elif isinstance(client, OPTIMIZERS):
@@ -71,7 +73,9 @@ def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any,
         original(build_and_look, parameters)
     else:
         original(client, parameters)
+    warn_of_dropped(engine)
     if isinstance(engine.basic_optimizer, OPTIMIZERS):
+        warn_of_other_peak(engine)
         _attach(engine)
 
 
