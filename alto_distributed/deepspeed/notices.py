@@ -47,8 +47,8 @@ def warn_of_dropped(engine: Any) -> None:
     if dropped is not None:
         warnings.warn(
             f"{_name(dropped)} was built for this model and never reached DeepSpeed, which trains with "
-            f'{_name(engine.basic_optimizer)}. Name it in the DeepSpeed config ("optimizer": {{"type": "ALTO", ...}}), or '
-            "give it to deepspeed.initialize. Trainer(optimizers=...) has no effect under DeepSpeed",
+            f'{_name(engine.basic_optimizer)}. Name it in the DeepSpeed config ("optimizer": {{"type": "ALTO", ...}}), '
+            "or give it to deepspeed.initialize. Trainer(optimizers=...) has no effect under DeepSpeed",
             stacklevel=2,
         )
 

@@ -32,12 +32,8 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
         yield "zenflow steps its own CPU Adam instead of the configured optimizer; remove zenflow from the config"
     if option(engine, "super_offload"):
         yield 'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false'
-    if engine.zero_partial_offload() < 1.0:
-        yield 'offload with "ratio" below 1 needs DeepSpeedCPUAdam as its second optimizer; set "ratio": 1'
-    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
-    for name, config in offloads.items():
-        if config is not None and str(getattr(config.device, "value", config.device)) == "nvme":
-            yield f'{name} to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"'
+    if (config := engine.zero_offload_param()) is not None and config.device == "nvme":
+        yield 'offload_param to NVMe has not been tested; use "device": "cpu"'
     if any(option(engine, f"{kind}_master_weights_and_gradients") for kind in ("fp16", "bf16")):
         yield "master weights must be float32; remove fp16/bf16_master_weights_and_grads from the config"
     if option(engine, "torch_autocast_enabled") and str(engine.torch_autocast_dtype()) == "torch.float16":

@@ -20,12 +20,13 @@ from ..optimizer import ALTO
 from ..param_groups import whole_shape
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
-from . import checkpoint, offload_states
+from . import checkpoint, offload_states, partial_offload
 from .build import BUILDERS, OPTIMIZERS, build, refuse_misplaced, rename_lamb, split_bare_parameters
 from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .nonfinite import skip_nonfinite
 from .notices import warn_of_dropped, warn_of_other_peak
+from .nvme import check_swapping, swapped_sub_groups
 from .refuse import refuse_unsupported
 from .versions import check_version, warn_if_untested
 from .wrap import wrap_method
@@ -47,6 +48,7 @@ def register() -> None:
         wrap_method(DeepSpeedEngine, wrapper.__name__, wrapper)
     checkpoint.install()
     offload_states.install()
+    partial_offload.install()
 
 
 def _do_sanity_check(original: Callable[..., Any], engine: Any) -> None:
@@ -123,12 +125,16 @@ def _attach(engine: Any) -> None:
     warn_if_untested()
     if isinstance(optimizer, ALTO):
         _require_agreement(engine, optimizer)
+        check_swapping(engine)
         optimizer.set_layouts(LayoutBuilder(engine).build())
         sub_groups = getattr(engine.optimizer, "sub_group_to_group_id", None)
         if sub_groups is None:
             optimizer.initialize_state()
         else:  # stage 3 shows the optimizer one sub-group at a time
+            swapped = swapped_sub_groups(engine.optimizer)
             for sub_group, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
+                if sub_group in swapped:
+                    continue
                 group = optimizer.param_groups[sub_groups[sub_group]]
                 group["params"] = [flat]
                 optimizer.initialize_state()
