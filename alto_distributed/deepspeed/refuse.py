@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from ..param_groups import whole_shape
 from .versions import faults, option
 
@@ -28,6 +30,12 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
             "a float32 pipeline at ZeRO stage 0 clips by the gradient norm of the first pipeline stage alone; use "
             '"zero_optimization": {"stage": 1}, or "gradient_clipping": 0'
         )
+    if stage < 3 and (option(engine, "sequence_parallel_size") or 1) > 1 and not _sums_over_sequences(engine):
+        yield (
+            'the JSON\'s "sequence_parallel_size" makes groups over which DeepSpeed does not add up gradients below '
+            "stage 3, with any optimizer; use stage 3. Or remove it, call initialize_sequence_parallel(SIZE) of "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp, and pass mpu=parallel_state_sp to initialize"
+        )
     if option(engine, "zenflow"):
         yield "zenflow steps its own CPU Adam instead of the configured optimizer; remove zenflow from the config"
     if option(engine, "super_offload"):
@@ -47,3 +55,9 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
     for p in (p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])):
         if p.requires_grad and stage == 3 and 0 in whole_shape(p):
             yield f"a parameter without elements (shape {whole_shape(p)}) breaks ZeRO stage 3; remove or freeze it"
+
+
+def _sums_over_sequences(engine: Any) -> bool:
+    """Whether gradients are added up over the ranks that hold parts of one sequence."""
+    summed = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+    return set(dist.get_process_group_ranks(engine.seq_parallel_group)) <= set(summed)
