@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..optimizer import ALTO
-from .versions import missing
 
 #: O_DIRECT reads into memory at multiples of this.
 _ALIGNED_BYTES = 512
@@ -31,8 +30,6 @@ def swapped_sub_groups(wrapper: Any) -> Sequence[int]:
 def bringing_in(wrapper: Any) -> Callable[[torch.Tensor], contextlib.AbstractContextManager[None]]:
     """What holds a swapped tensor in memory, to be read, and does nothing for any other."""
     places = {id(wrapper.fp32_partitioned_groups_flat[i]): i for i in swapped_sub_groups(wrapper)}
-    if places and not hasattr(wrapper, "_release_swap_buffers"):
-        raise missing("with NVMe offload, DeepSpeedZeroOptimizer_Stage3 has no method _release_swap_buffers")
 
     @contextlib.contextmanager
     def resident(tensor: torch.Tensor) -> Iterator[None]:

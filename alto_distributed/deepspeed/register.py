@@ -43,9 +43,11 @@ def register() -> None:
         return
     DEEPSPEED_OPTIMIZERS.extend(BUILDERS)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS)
-    wrappers = (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer, _take_model_step)
-    for wrapper in (_do_sanity_check, *wrappers):
-        wrap_method(DeepSpeedEngine, wrapper.__name__, wrapper)
+    wrap_method(DeepSpeedEngine, "_do_sanity_check", _do_sanity_check)
+    wrap_method(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
+    wrap_method(DeepSpeedEngine, "_configure_basic_optimizer", _configure_basic_optimizer)
+    wrap_method(DeepSpeedEngine, "_configure_fp16_optimizer", _configure_fp16_optimizer)
+    wrap_method(DeepSpeedEngine, "_take_model_step", _take_model_step)
     checkpoint.install()
     offload_states.install()
     partial_offload.install()
