@@ -14,7 +14,7 @@ and for experts is theirs: all as the buffers were cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +43,16 @@ class LayoutBuilder:
         model_chunks: the model's chunks on this rank; names of parameters come from them, and are the same
             on all ranks of a data-parallel or tensor-parallel group, which share a pipeline stage.
         process_groups: the ``ProcessGroupCollection`` that was given to Megatron, if any.
+        without_ratio: parameters that go without the layer-wise ratio whatever their groups say.
     """
 
-    def __init__(self, model_chunks: Sequence[torch.nn.Module], process_groups: Any = None) -> None:
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        process_groups: Any = None,
+        without_ratio: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._without_ratio = {id(param) for param in without_ratio}
         self.names: dict[torch.Tensor, str] = {
             param: f"{i}.{name}" for i, chunk in enumerate(model_chunks) for name, param in chunk.named_parameters()
         }
@@ -113,13 +120,11 @@ class LayoutBuilder:
             if shape:
                 dim = max(getattr(param, "partition_dim", 0), 0)
                 shape[min(dim, len(shape) - 1)] *= tensor_parallel.size()  # packed experts have a dimension less
-        name = self.names[param]
+        name, about = self.names[param], (tuple(shape), tuple(groups), id(param) not in self._without_ratio)
         if packed is None:
-            return [LogicalParameter(name, tuple(shape), tuple(groups))]
+            return [LogicalParameter(name, *about)]
         first = packed.count * parallel_state.get_expert_model_parallel_rank()
-        return [
-            LogicalParameter(f"{name}, expert {first + i}", tuple(shape), tuple(groups)) for i in range(packed.count)
-        ]
+        return [LogicalParameter(f"{name}, expert {first + i}", *about) for i in range(packed.count)]
 
 
 def _layout(logicals: Sequence[LogicalParameter], start: int, whole: int, numel: int | None = None) -> ShardLayout:

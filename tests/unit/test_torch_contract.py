@@ -4,16 +4,15 @@ The inputs of E are those that PyTorch has for the base. What cannot be, with th
 
     sparse gradients       states are dense; refused
     complex parameters     ALTO: norms and moments are real; refused (E leaves them to the base, but refuses gradients)
-    capturable             ALTO counts steps on the host; refused
     differentiable         ALTO does not record its step; refused
     CUDA, several GPUs     tests/distributed has them, with --device cuda
     momentum of 1 or more  PyTorch's tests of schedulers write such values to betas; ALTO refuses them at the next step
     other options a group  kernel, skip_nonfinite and the precision of states are one for all groups
 
 PyTorch's own files, test/test_optim.py and test/optim/test_lrscheduler.py, are not in its wheel. They were run by hand
-with INFOS (those of October 2025, with torch 2.13): all of TestOptimRenewed passes but one message (Muon's about complex
-parameters, where E's comes first). Of TestLRScheduler 14 of 190 fail for ALTO and LAMB, which write momentum of 5 and 22,
-and one that asks for SGD's key "momentum"; E(SGD) and E(AdamW) fail where SGD and AdamW do.
+with INFOS (those of October 2025, with torch 2.13). All of TestOptimRenewed passes but one message: Muon's on complex
+parameters, where E's comes first. Of TestLRScheduler 15 of 190 fail for ALTO and LAMB: 14 write momentum above 1, one
+asks for SGD's key "momentum". E(SGD) and E(AdamW) fail where SGD and AdamW do.
 """
 
 import copy
@@ -61,6 +60,7 @@ def alto_inputs(device, dtype=None):
         "trust_clip": {"trust_clip": (0.1, 2.0)},
         "bfloat16 states": {"grad_ema_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"},
         "torch kernel": {"kernel": "torch", "foreach": True, "fused": True},
+        "capturable": {"capturable": True},
     }
     return [OptimizerInput(params=None, kwargs=given, desc=name) for name, given in kwargs.items()]
 
@@ -71,7 +71,7 @@ def alto_errors(device, dtype):
         ErrorOptimizerInput(
             OptimizerInput(params=None, kwargs={name: value}, desc=name), error_type=ValueError, error_regex=name
         )
-        for name, value in {**wrong, "capturable": True, "differentiable": True}.items()
+        for name, value in {**wrong, "capturable": "yes", "differentiable": True}.items()
     ]
     return get_error_inputs_for_all_optims(device, dtype) + own
 
