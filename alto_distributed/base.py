@@ -16,6 +16,7 @@ from .kernels import check_kernel
 from .nonfinite import SkippedSteps
 from .options import OPTIONS, check_capturable, for_all_groups, refuse_in_mid_run, without_options
 from .planning import Plans
+from .presets import describe
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import check_length
@@ -101,7 +102,8 @@ class ALTOBase(EagerStep):
         for tensor, layout in layouts.items():
             if is_dtensor(tensor):
                 raise ValueError("a DTensor knows its own layout: leave it out of set_layouts")
-            check_length(tensor, layout)
+            if tensor.numel():  # else an engine may have swapped it out; each plan looks again
+                check_length(tensor, layout)
             if not layout.is_whole and not tensor.is_contiguous():
                 raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
         if joined and self._diagnostics.every and not all(states.STEP in group for group in self.param_groups):
@@ -117,6 +119,11 @@ class ALTOBase(EagerStep):
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
         self._plans = Plans(layouts, joined)
         self._layouts_lost = False
+
+    def describe(self) -> str:
+        """The settings of all groups in a line each: alpha and betas, and the lag and momentum that they amount to."""
+        settings = {describe(Hyperparameters.from_group(group)): None for group in self.param_groups}
+        return "\n".join(f"{type(self).__name__}: {setting}" for setting in settings)
 
     def description(self) -> dict[str, str]:
         """What must be the same on all ranks that train a model together, in words."""
@@ -211,7 +218,8 @@ class ALTOBase(EagerStep):
         """
         self._skipped.resolve_pending()
         load_exactly(self, super().load_state_dict, state_dict, self._check_saved, self.state_keys, self._state_dtypes)
-        for state in self.state.values():
+        for param in (param for group in self.param_groups for param in group["params"]):
+            state = self.state.get(param, {})  # hooks of the user's may keep other things there
             count = state.get(states.STEP)
             if count is not None and not isinstance(count, torch.Tensor):  # as old optimizers kept it
                 state[states.STEP] = states.new_step() + count

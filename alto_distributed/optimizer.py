@@ -65,6 +65,8 @@ class ALTO(ALTOBase):
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
         trust_clip: (low, high), limits of the layer-wise ratio; None for no limits.
+        vector_lr: factor on lr for parameters without the ratio. They take Adam steps, and lr is the relative step
+            of a matrix, ten times what Adam would use.
         kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
             is no compiler), "triton" on a GPU where it proves right at first use, and "torch" elsewhere; "reference"
             is the definition. All give the same result.
@@ -105,6 +107,7 @@ class ALTO(ALTOBase):
         layerwise: str = "decayed",
         bias_correction: bool = True,
         trust_clip: Sequence[float] | None = None,
+        vector_lr: float = 1.0,
         kernel: str = "auto",
         diagnostics_every: int = 0,
         skip_nonfinite: bool = False,

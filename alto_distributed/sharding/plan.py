@@ -77,7 +77,9 @@ class PlannedTensor:
 
 
 def _gets_ratio(segment: Segment, ratio_for: str) -> bool:
-    return ratio_for == "every" or (ratio_for == "matrices" and len(segment.parameter.shape) >= 2)
+    parameter = segment.parameter
+    wanted = ratio_for == "every" or (ratio_for == "matrices" and len(parameter.shape) >= 2)
+    return wanted and parameter.may_have_ratio
 
 
 class StepPlan:
@@ -119,6 +121,7 @@ class StepPlan:
             for group in resolved
         ]
         self._slots_with_ratio: dict[tuple[int, str], SlotIndex] = {}
+        self._factors: tuple[Any, torch.Tensor] | None = None
         self.kept_by_kernels: dict[Any, Any] = {}
         """See :class:`..kernels.shards.Batch`."""
         self.stepped: frozenset[int] | None = None
@@ -135,6 +138,22 @@ class StepPlan:
             names = {segment.parameter.name for segment in segments if _gets_ratio(segment, ratio_for)}
             self._slots_with_ratio[g, ratio_for] = SlotIndex(self.norms.slots[name] for name in names)
         return self._slots_with_ratio[g, ratio_for]
+
+    def factors(self, vector_lrs: Sequence[tuple[str, float]], like: torch.Tensor) -> torch.Tensor:
+        """A number for each slot: 1 with the ratio, its group's ``vector_lr`` without. Kept while nothing changes.
+
+        Args:
+            vector_lrs: of each group, which of its segments get the ratio, and the number of the others.
+            like: on whose device and in whose precision.
+        """
+        key = (*vector_lrs, like.device, like.dtype)
+        if self._factors is None or self._factors[0] != key:
+            values = [1.0] * len(self.norms.slots)
+            for g, (ratio_for, vector_lr) in enumerate(vector_lrs):
+                for slot in set(self.group_slots[g]).difference(self.slots_with_ratio(g, ratio_for)):
+                    values[slot] = vector_lr
+            self._factors = key, torch.tensor(values, dtype=like.dtype, device=like.device)
+        return self._factors[1]
 
     def require_agreement(self, common: Mapping[str, str]) -> None:
         """Raise, on all ranks, if those that sum norms together do not agree; see :mod:`.agreement`.

@@ -179,7 +179,7 @@ def test_a_checkpoint_of_0_1_gets_what_came_later():
     optimizer = ALTO([p], lr=0.1)
     optimizer.step()
     old = optimizer.state_dict()
-    for key in ("trust_clip", "maximize", "alto_beta1"):
+    for key in ("trust_clip", "maximize", "vector_lr", "alto_beta1"):
         del old["param_groups"][0][key]
     old["param_groups"][0]["kernel"] = "reference"  # was let pass, and ignored
     fresh = ALTO([p])
