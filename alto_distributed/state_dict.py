@@ -115,6 +115,22 @@ def check_saved_by_alto(state_dict: Mapping[str, Any], groups: Sequence[Mapping[
                 needed.append(states.GRAD_EMA)
             advice = "a resumed run would differ from the saved one. Save again with ALTO.state_dict()"
             check_saved_state(g, i, param, saved, needed, advice)
+            _check_unknown(g, i, param, saved)
+
+
+def _check_unknown(g: int, i: int, param: torch.Tensor, saved: Mapping[str, Any]) -> None:
+    """Raise for a state of another name that torch cannot cast, as it does with all of them while it loads."""
+    for key, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            castable = not value.is_meta or param.is_meta
+        else:
+            castable = value is None or isinstance(value, (int, float))
+        if not castable:
+            kind = "tensor without data (meta)" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"the checkpoint has a state {shown(key)} for parameter {i} of group {g} that ALTO does not know, a "
+                f"{kind}; delete it from the state_dict, or give what ALTO.state_dict() returned"
+            )
 
 
 def load_exactly(

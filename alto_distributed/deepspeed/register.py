@@ -56,7 +56,7 @@ def _do_sanity_check(original: Callable[..., Any], engine: Any) -> None:
 def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any, parameters: list[Any]) -> None:
     if client is None and engine.optimizer_name() in BUILDERS:
         refuse_unsupported(engine, parameters)
-        original(None, split_bare_parameters(parameters))
+        original(None, split_bare_parameters(parameters, engine.optimizer_params(), engine.module))
     elif isinstance(client, OPTIMIZERS):
         _accept_client(engine, client)
         original(client, parameters)

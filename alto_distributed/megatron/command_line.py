@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
+from ..param_groups import EMBEDDING_RULES
 from ..states import DTYPES
 from .config import LAMB, NAME, NAMES, AltoOptimizerConfig
 
@@ -49,6 +50,16 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
         "alto_trust_clip",
         {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")},
         "limits of the layer-wise ratio",
+    ),
+    "--alto-vector-lr": (
+        "alto_vector_lr",
+        {"type": float, "metavar": "FACTOR"},
+        "factor on the learning rate of parameters without the layer-wise ratio",
+    ),
+    "--alto-embeddings": (
+        "alto_embeddings",
+        {"choices": EMBEDDING_RULES},
+        "embeddings with the layer-wise ratio, or as Adam moves them",
     ),
     "--no-alto-bias-correction": (
         "alto_bias_correction",

@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from ..diagnostics import Diagnostics
 from ..hyperparameters import DEFAULT_LR, Hyperparameters
 from ..kernels import check_kernel
+from ..param_groups import check_embeddings
 from ..states import STATE_DTYPES, check_dtype
 
 NAME = "alto"
@@ -49,6 +50,12 @@ class AltoOptimizerConfig(OptimizerConfig):
 
     alto_trust_clip: tuple[float, float] | None = Hyperparameters.trust_clip
     """(low, high), limits of the layer-wise ratio; None for no limits."""
+
+    alto_vector_lr: float = Hyperparameters.vector_lr
+    """Factor on the learning rate of parameters without the layer-wise ratio."""
+
+    alto_embeddings: str = "ratio"
+    """"adam": embeddings, and an output layer that shares their weights, go without the layer-wise ratio."""
 
     alto_bias_correction: bool = Hyperparameters.bias_correction
     """False is the paper's "ALTO Vanilla"."""
@@ -145,7 +152,8 @@ def check(config: OptimizerConfig) -> Hyperparameters:
     for name in ("bias_correction", "skip_nonfinite", "adopt"):
         if not isinstance(of(config, name), bool):
             raise ValueError(f"alto_{name}={of(config, name)!r} must be True or False")
-    names = ("betas", "alpha", "eps", "layerwise", "bias_correction", "trust_clip")
+    check_embeddings(of(config, "embeddings"), "alto_embeddings")
+    names = ("betas", "alpha", "eps", "layerwise", "bias_correction", "trust_clip", "vector_lr")
     return Hyperparameters(lr=config.lr, weight_decay=config.weight_decay, **{name: of(config, name) for name in names})
 
 

@@ -12,7 +12,7 @@ and for experts is theirs: all as the buffers were cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,16 @@ class LayoutBuilder:
         model_chunks: the model's chunks on this rank; names of parameters come from them, and are the same
             on all ranks of a data-parallel or tensor-parallel group, which share a pipeline stage.
         process_groups: the ``ProcessGroupCollection`` that was given to Megatron, if any.
+        without_ratio: parameters that go without the layer-wise ratio whatever their groups say.
     """
 
-    def __init__(self, model_chunks: Sequence[torch.nn.Module], process_groups: Any = None) -> None:
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        process_groups: Any = None,
+        without_ratio: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._without_ratio = {id(param) for param in without_ratio}
         self.names: dict[torch.Tensor, str] = {
             param: f"{i}.{name}" for i, chunk in enumerate(model_chunks) for name, param in chunk.named_parameters()
         }
@@ -97,7 +104,8 @@ class LayoutBuilder:
             groups.append(tensor_parallel)
             if shape:
                 shape[max(getattr(param, "partition_dim", 0), 0)] *= tensor_parallel.size()
-        return LogicalParameter(self.names[param], tuple(shape), tuple(groups))
+        may_have_ratio = id(param) not in self._without_ratio
+        return LogicalParameter(self.names[param], tuple(shape), tuple(groups), may_have_ratio)
 
 
 def main_parameters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -8,7 +8,9 @@ import sys
 from typing import Any
 
 from megatron.core import optimizer as core_optimizer
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
+from ..param_groups import know_embedding
 from .build import build
 from .config import NAMES
 from .versions import check_version
@@ -26,6 +28,7 @@ def register() -> None:
     if getattr(original, "knows_alto", False):
         return
     check_version()
+    know_embedding(VocabParallelEmbedding)
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -320,6 +320,7 @@ assert "(default: 0.99 0.9 0.99)" in group._group_actions[1].help
 print("AS IT SHOULD BE")
 """
 FLAGS = ["--alto-alpha", "--alto-betas", "--alto-eps", "--alto-layerwise", "--alto-trust-clip"]
+FLAGS += ["--alto-vector-lr", "--alto-embeddings"]
 FLAGS += ["--no-alto-bias-correction", "--alto-kernel", "--alto-diagnostics-every", "--alto-skip-nonfinite"]
 FLAGS += ["--alto-grad-ema-dtype", "--alto-exp-avg-dtype", "--alto-adopt"]
 

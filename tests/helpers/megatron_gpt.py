@@ -64,6 +64,8 @@ class Job:
     scheduled: bool = False  # learning rate and weight decay
     decoupled_lr: float | None = None
     layerwise: str = "decayed"
+    vector_lr: float = 1.0
+    embeddings: str = "ratio"
     weight_decay: float = WEIGHT_DECAY
     steps: int = 10
 
@@ -358,7 +360,11 @@ def reference(job, make: Callable[..., torch.optim.Optimizer] | None = None):
     with parallel(Layout()):
         (model,) = build(job)
         groups = alto_groups(model)
-        optimizer = make(groups) if make else ALTO(groups, layerwise=job.layerwise, **ALTO_OPTIONS)
+        for group in groups:
+            if job.embeddings == "adam" and group["name"].startswith("embedding"):
+                group["layerwise"] = "none"
+        options = {"layerwise": job.layerwise, "vector_lr": job.vector_lr, **ALTO_OPTIONS}
+        optimizer = make(groups) if make else ALTO(groups, **options)
         losses, gradients = [], []
         for step in range(job.steps):
             optimizer.zero_grad()
@@ -569,6 +575,8 @@ def alto_config(job, **more):
         alto_betas=ALTO_OPTIONS["betas"],
         alto_eps=ALTO_OPTIONS["eps"],
         alto_layerwise=job.layerwise,
+        alto_vector_lr=job.vector_lr,
+        alto_embeddings=job.embeddings,
         **more,
     )
 

@@ -292,6 +292,8 @@ STATES = {
     "an average without data": ("exp_avg", torch.ones(3, 4, device="meta"), "not torch.float32, .* without data"),
     "a step without data": ("step", torch.tensor(1.0, device="meta"), "must be a number of steps"),
     "an average that is a list": ("exp_avg_sq", [1.0] * 12, "must be a dense floating-point tensor, not list"),
+    "an unknown state without data": ("more", torch.ones(3, device="meta"), "'more' .* a tensor without data"),
+    "an unknown state that is an array": ("more", np.ones(3), "'more' for parameter 0 of group 0 .* a ndarray"),
 }
 
 

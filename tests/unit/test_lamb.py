@@ -1,10 +1,14 @@
 """LAMB under its own name, against the formulas of the LAMBs that people come from.
 
-DeepSpeed's runs on GPUs alone and timm brings torchvision, so their formulas are written out here, from
-csrc/lamb/fused_lamb_cuda_kernel.cu of DeepSpeed 0.19.8 and timm/optim/lamb.py of timm 1.0. pytorch_optimizer's runs.
+DeepSpeed's runs on GPUs alone, so its formula is written out here, from csrc/lamb/fused_lamb_cuda_kernel.cu of
+DeepSpeed 0.19.8. pytorch_optimizer's and timm's run.
 """
 
+import importlib
 import math
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -12,14 +16,17 @@ from pytorch_optimizer import Lamb
 from torch import nn
 
 from alto_distributed import ALTO, LAMB, param_groups
+from scripts import matrix
+
+TIMM = "1.0.31"
 
 
 class Formula:
     """One parameter, in float64, with what differs between implementations as options."""
 
-    def __init__(self, p, lr, betas, eps, decay, clip=None, correct="moments", always_adapt=True):
+    def __init__(self, p, lr, betas, eps, decay, clip=None, correct="moments"):
         self.p, self.lr, self.betas, self.eps, self.decay = p.clone(), lr, betas, eps, decay
-        self.clip, self.correct, self.always_adapt = clip, correct, always_adapt
+        self.clip, self.correct = clip, correct
         self.m, self.v, self.k = torch.zeros_like(p), torch.zeros_like(p), 0
 
     def step(self, g):
@@ -35,7 +42,7 @@ class Formula:
             lr = lr * math.sqrt(bc2) / bc1
         update = m / (v.sqrt() + self.eps) + self.decay * self.p
         ratio = 1.0
-        if (self.decay != 0 or self.always_adapt) and self.p.norm() > 0 and update.norm() > 0:
+        if self.p.norm() > 0 and update.norm() > 0:
             ratio = (self.p.norm() / update.norm()).item()
             if self.clip is not None:
                 ratio = min(max(ratio, self.clip[0]), self.clip[1])
@@ -64,24 +71,48 @@ def follow(optimizer, p, formula, rate=None):
 @pytest.mark.parametrize("clip", [None, (0.01, 10.0), (0.0, 0.3), (2.0, math.inf)])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_the_papers_formula(decay, clip):
-    """Also timm's with always_adapt=True, and apex's with use_nvlamb=True."""
+    """Also apex's with use_nvlamb=True."""
     p = nn.Parameter(start(6, 5))
     optimizer = LAMB([{"params": [p], "decayed": True}], lr=0.02, weight_decay=decay, trust_clip=clip)
     follow(optimizer, p, Formula(p.detach(), 0.02, (0.9, 0.999), 1e-6, decay, clip))
 
 
-def test_timms_default_adapts_decayed_parameters_alone():
-    for decay in (0.0, 0.02):
-        p = nn.Parameter(start(6, 5))
-        groups = [{"params": [p], "weight_decay": decay}, {"params": [nn.Parameter(start(2))], "weight_decay": 0.02}]
-        formula = Formula(p.detach(), 0.01, (0.9, 0.999), 1e-6, decay, always_adapt=False)
-        follow(LAMB(groups, lr=0.01), p, formula)
+@pytest.fixture(scope="module")
+def timms():
+    """timm's Lamb, from its wheel. The rest of timm needs torchvision, so its packages are not imported."""
+    try:
+        folder = matrix.install("timm", TIMM) / "timm"
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"pip cannot install timm {TIMM} here: {error}")
+    for name, path in (("timm", folder), ("timm.optim", folder / "optim")):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(path)]
+    yield importlib.import_module("timm.optim.lamb").Lamb
+    for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
+        del sys.modules[name]
 
 
-def test_timms_trust_clip():
-    p = nn.Parameter(start(6, 5) * 30)
-    formula = Formula(p.detach(), 0.02, (0.9, 0.999), 1e-6, 0.01, clip=(0.0, 1.0))
-    follow(LAMB([p], lr=0.02, trust_clip=(0.0, 1.0)), p, formula)
+@pytest.mark.parametrize("trust_clip", [False, True])
+@pytest.mark.parametrize(("decay", "always_adapt"), [(0.0, False), (0.02, False), (0.0, True), (0.02, True)])
+def test_timms(timms, decay, always_adapt, trust_clip):
+    """By default it adapts decayed parameters alone. Its trust_clip is an upper limit of 1."""
+    shapes = ((6, 5), (7,))
+    ours, theirs = ([nn.Parameter(start(*shape) * 30) for shape in shapes] for _ in range(2))
+    other = timms(
+        theirs, lr=0.02, weight_decay=decay, max_grad_norm=None, always_adapt=always_adapt, trust_clip=trust_clip
+    )
+    groups = [
+        {"params": ours, "weight_decay": decay, **({"decayed": True} if always_adapt else {})},
+        {"params": [nn.Parameter(start(2))], "weight_decay": 0.02},  # some group has decay
+    ]
+    optimizer = LAMB(groups, lr=0.02, trust_clip=(0.0, 1.0) if trust_clip else None)
+    for gs in zip(*(gradients(shape) for shape in shapes), strict=True):
+        for p, q, g in zip(ours, theirs, gs, strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        optimizer.step()
+        other.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])

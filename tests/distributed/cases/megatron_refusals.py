@@ -516,6 +516,8 @@ def case_replace_keeps_what_is_ours():
         "alto_kernel": "reference",
         "alto_diagnostics_every": 7,
         "alto_trust_clip": (0.1, 10.0),
+        "alto_vector_lr": 0.3,
+        "alto_embeddings": "adam",
         "alto_skip_nonfinite": True,
         "alto_grad_ema_dtype": "bfloat16",
         "alto_exp_avg_dtype": "bfloat16",
@@ -532,9 +534,10 @@ def case_replace_keeps_what_is_ours():
     (alto,) = altos(optimizer_of(replaced))
     for group in alto.param_groups:
         assert not {"amsgrad", "capturable", "fused"} & set(group), "Adam's own keys"
-        assert {
-            f"alto_{k}": group[k] for k in ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip")
-        } == {k: v for k, v in given.items() if k.removeprefix("alto_") in group}
+        names = ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip", "vector_lr")
+        assert {f"alto_{k}": group[k] for k in names} == {
+            k: v for k, v in given.items() if k.removeprefix("alto_") in group
+        }
 
 
 @worlds(1)
