@@ -69,7 +69,7 @@ def complete(
                 ratio = trust_ratio(theta_norm[at], r_norm[at], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
                 ratios[at] = ratio if hyper.trust_clip is None else ratio.clamp(*hyper.trust_clip)
         for g in without:
-            is_still[plan.group_slots[g].on(sums.device)] = False
+            is_still.index_fill_(0, plan.group_slots[g].on(sums.device), False)
         ratios.masked_fill_(is_still, 0.0)
     scaled = ratios
     if any(hyper.vector_lr != 1 for hyper in hypers):

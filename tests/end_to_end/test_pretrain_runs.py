@@ -278,7 +278,7 @@ def test_resumed_on_one_rank_where_two_had_saved(engine, whole, tokens, tmp_path
     [
         "megatron.tensor_parallel=2 megatron.sequence_parallel=true",
         pytest.param(
-            "megatron.pipeline_parallel=2",
+            "megatron.pipeline_parallel=2 megatron.overlap=false",  # one bucket: 0.16.1 pads between several wrongly
             marks=pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it"),
         ),
     ],
