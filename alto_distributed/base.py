@@ -102,7 +102,8 @@ class ALTOBase(EagerStep):
         for tensor, layout in layouts.items():
             if is_dtensor(tensor):
                 raise ValueError("a DTensor knows its own layout: leave it out of set_layouts")
-            check_length(tensor, layout)
+            if tensor.numel():  # else an engine may have swapped it out; each plan looks again
+                check_length(tensor, layout)
             if not layout.is_whole and not tensor.is_contiguous():
                 raise ValueError(f"the tensor of {layout!r} is not contiguous, so its elements have no one order")
         if joined and self._diagnostics.every and not all(states.STEP in group for group in self.param_groups):

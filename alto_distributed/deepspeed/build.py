@@ -62,6 +62,9 @@ _ASKED = ("implementation", "alto")
 _EMBEDDINGS = "embeddings"
 _KNOWS_EMBEDDINGS = ("alto", "alto_lamb")
 
+#: The keys that DeepSpeed reads from the JSON's "optimizer".
+_ENTRY = ("type", "params", "legacy_fusion")
+
 #: Types that an engine hands flat shards to, and that this folder makes exact.
 OPTIMIZERS = (ALTO, LAMB, ESGD)
 
@@ -77,11 +80,26 @@ def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Opt
     return BUILDERS[name](params, **options)
 
 
+def refuse_misplaced(config: Any) -> None:
+    """Raise if the JSON's ``optimizer`` has keys that DeepSpeed does not read: a hyperparameter beside "params"."""
+    entry = config._param_dict["optimizer"]
+    for key in entry:
+        if key not in _ENTRY:
+            raise ValueError(
+                f'"{key}": {shown(entry[key])} of the optimizer {entry["type"]} is not among its "params", and would '
+                f'be ignored; write "optimizer": {{"type": "{entry["type"]}", "params": {{"{key}": ...}}}}'
+            )
+
+
 def rename_lamb(config: Any) -> None:
     """``"type": "LAMB"`` becomes ours if it was asked for; else it is DeepSpeed's, as it always was."""
     key, value = _ASKED
     options = config.optimizer_params or {}
-    if str(config.optimizer_name).lower() == "lamb" and key in options:
+    if str(config.optimizer_name).lower() != "lamb":
+        return
+    if key in config._param_dict["optimizer"]:
+        refuse_misplaced(config)
+    if key in options:
         if options[key] != value:
             raise ValueError(f'"{key}": {shown(options[key])} of LAMB is not "{value}"; leave it out for DeepSpeed\'s')
         config.optimizer_name = "alto_lamb"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_GROUPS, ZERO_STAGE
+from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, OPTIMIZER_STATE_DICT, PARAM_GROUPS, ZERO_STAGE
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -33,6 +33,7 @@ from ..safe_load import more_than_data, only_data
 from ..states import GRAD_EMA_BETA1
 from .build import OPTIMIZERS
 from .data_classes import CLASSES
+from .nvme import swapped_sub_groups
 from .versions import load_state
 from .wrap import wrap_method
 
@@ -43,6 +44,7 @@ def install() -> None:
     """Put the checks around DeepSpeed's methods. They pass on whatever does not concern ALTO."""
     wrap_method(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
     wrap_method(BF16_Optimizer, "state_dict", _bf16_state_dict)
+    wrap_method(DeepSpeedZeroOptimizer, "load_state_dict", _load_zero)
     wrap_method(DeepSpeedZeroOptimizer, "_restore_base_optimizer_state", _restore_elastic)
     wrap_method(DeepSpeedZeroOptimizer_Stage3, "load_hp_checkpoint_state_from_checkpoint_dir_stage3", _load_stage3)
 
@@ -56,6 +58,9 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     if engine.load_universal_checkpoint() and with_states:
         _check_universal(engine, Path(asked["load_dir"]), asked.get("tag"))
     if not isinstance(optimizer, ALTO):
+        return original(*args, **kwargs)
+    if swapped_sub_groups(engine.optimizer):
+        _refuse_swapped(engine.optimizer, optimizer, with_states)
         return original(*args, **kwargs)
     check = optimizer.register_load_state_dict_pre_hook(_refuse_other_optimizers)
     try:
@@ -74,6 +79,17 @@ def _bf16_state_dict(original: Callable[..., Any], wrapper: Any) -> Any:
 
 
 # -- what is refused -----------------------------------------------------------------------------------
+
+
+def _refuse_swapped(wrapper: Any, optimizer: ALTO, with_states: bool) -> None:
+    """DeepSpeed loads no states to NVMe, with any optimizer, and copies files of weights and states there."""
+    if with_states:
+        raise ValueError(
+            "optimizer states are on NVMe, and DeepSpeed's checkpoints do not restore them there; load the weights "
+            'alone with load_optimizer_states=False, or use "device": "cpu" in offload_optimizer'
+        )
+    if any(optimizer.state.get(wrapper.fp32_partitioned_groups_flat[i]) for i in swapped_sub_groups(wrapper)):
+        raise ValueError("optimizer states are on NVMe, where a checkpoint would mix with them: load it before step 1")
 
 
 def _needed(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -105,6 +121,18 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, state_dict: Mappi
         reason = _other_optimizer(group, saved)
         if reason:
             raise _refusal(reason)
+
+
+def _load_zero(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stages 1 and 2: DeepSpeed compares how groups are padded first, and calls other groups another alignment."""
+    asked = inspect.signature(original).bind(*args, **kwargs).arguments
+    shards = asked.get("state_dict_list") or ()  # None for those of other ranks
+    if isinstance(wrapper.optimizer, ALTO) and asked.get("load_optimizer_states", True):
+        for base in (shard.get(BASE_OPTIMIZER_STATE) for shard in shards if shard is not None):
+            if isinstance(base, dict) and PARAM_GROUPS in base:
+                _refuse_other_optimizers(wrapper.optimizer, base)
+                _refuse_other_groups(wrapper.optimizer.param_groups, base[PARAM_GROUPS])
+    return original(*args, **kwargs)
 
 
 def _restore_elastic(original: Callable[..., Any], wrapper: Any, saved: Any, *args: Any) -> None:
@@ -158,11 +186,7 @@ def _check_groups(engine: Any, zero: Path, saved_groups: Sequence[Mapping[str, A
             reason = _other_optimizer(group, saved)
             if reason:
                 raise _refusal(reason)
-        if len(groups) != len(saved_groups):
-            raise ValueError(
-                f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has {len(groups)}; build the "
-                "groups as they were when the checkpoint was saved"
-            )
+        _refuse_other_groups(groups, saved_groups)
     files = ["fp32"] if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) else ["fp32", states.STEP]
     for g, _, params in _flat_tensors(engine.optimizer, engine.basic_optimizer):
         needed = [*_needed(groups[g], saved_groups[g]), *files]
@@ -175,6 +199,14 @@ def _check_groups(engine: Any, zero: Path, saved_groups: Sequence[Mapping[str, A
                     f"{name!r}. DeepSpeed's own converter (ds_to_universal) drops grad_ema: convert the checkpoint "
                     f'that was saved again, with "{CONVERTER}"'
                 )
+
+
+def _refuse_other_groups(groups: Sequence[Any], saved_groups: Sequence[Any]) -> None:
+    if len(groups) != len(saved_groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has {len(groups)}; build the "
+            "groups as they were when the checkpoint was saved"
+        )
 
 
 def is_adopted(saved_groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -29,6 +29,7 @@ from ..param_groups import whole_shape
 from ..sharding import LogicalParameter, Segment, ShardLayout
 from ..sharding.collective import everyone
 from ..sharding.proof import ModelWeight, require_proved
+from .nvme import bringing_in
 from .versions import missing, starts_in_buffers, sub_group_process_groups
 
 #: Wrapper -> the private fields that its layouts are read from.
@@ -68,7 +69,7 @@ class LayoutBuilder:
             raise missing(str(error)) from error
         fields = _FIELDS.get(type(self.wrapper), "param_groups")
         read_from = f"DeepSpeed {deepspeed.__version__}, {type(self.wrapper).__name__}: {fields}"
-        require_proved(layouts, self.weights, read_from, everyone())
+        require_proved(layouts, self.weights, read_from, everyone(), bringing_in(self.wrapper))
         return layouts
 
     def _read(self) -> dict[torch.Tensor, ShardLayout]:
@@ -141,7 +142,7 @@ class LayoutBuilder:
                 logical = self._logical(p, group, weight=ModelWeight(p.ds_tensor, offset))
                 segments.append(Segment(logical, start, real, offset))
                 start += piece
-            yield flat, ShardLayout(flat.numel(), segments)
+            yield flat, ShardLayout(start, segments)  # on NVMe, the tensor itself is empty
 
 
 def _tensor_parallel_group(mpu: Any) -> Any:

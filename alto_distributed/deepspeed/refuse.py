@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from ..param_groups import whole_shape
 from .versions import faults, option
 
@@ -28,17 +30,19 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
             "a float32 pipeline at ZeRO stage 0 clips by the gradient norm of the first pipeline stage alone; use "
             '"zero_optimization": {"stage": 1}, or "gradient_clipping": 0'
         )
+    if stage < 3 and (option(engine, "sequence_parallel_size") or 1) > 1 and not _sums_over_sequences(engine):
+        yield (
+            'the JSON\'s "sequence_parallel_size" makes groups over which DeepSpeed does not add up gradients below '
+            "stage 3, with any optimizer; use stage 3. Or remove it, call initialize_sequence_parallel(SIZE) of "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp, and pass mpu=parallel_state_sp to initialize"
+        )
     if option(engine, "zenflow"):
         yield "zenflow steps its own CPU Adam instead of the configured optimizer; remove zenflow from the config"
     if option(engine, "super_offload"):
         yield 'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false'
-    if engine.zero_partial_offload() < 1.0:
-        yield 'offload with "ratio" below 1 needs DeepSpeedCPUAdam as its second optimizer; set "ratio": 1'
-    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
-    for name, config in offloads.items():
-        if config is not None and str(getattr(config.device, "value", config.device)) == "nvme":
-            yield f'{name} to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"'
-    if any(option(engine, f"{kind}_master_weights_and_gradients") for kind in ("fp16", "bf16")):
+    if (config := engine.zero_offload_param()) is not None and config.device == "nvme":
+        yield 'offload_param to NVMe has not been tested; use "device": "cpu"'
+    if option(engine, "fp16_master_weights_and_gradients") or option(engine, "bf16_master_weights_and_gradients"):
         yield "master weights must be float32; remove fp16/bf16_master_weights_and_grads from the config"
     if option(engine, "torch_autocast_enabled") and str(engine.torch_autocast_dtype()) == "torch.float16":
         yield (
@@ -51,3 +55,9 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
     for p in (p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])):
         if p.requires_grad and stage == 3 and 0 in whole_shape(p):
             yield f"a parameter without elements (shape {whole_shape(p)}) breaks ZeRO stage 3; remove or freeze it"
+
+
+def _sums_over_sequences(engine: Any) -> bool:
+    """Whether gradients are added up over the ranks that hold parts of one sequence."""
+    summed = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+    return set(dist.get_process_group_ranks(engine.seq_parallel_group)) <= set(summed)

@@ -20,11 +20,13 @@ from ..optimizer import ALTO
 from ..param_groups import whole_shape
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
-from . import checkpoint, offload_states
-from .build import BUILDERS, OPTIMIZERS, build, rename_lamb, split_bare_parameters
+from . import checkpoint, offload_states, partial_offload
+from .build import BUILDERS, OPTIMIZERS, build, refuse_misplaced, rename_lamb, split_bare_parameters
 from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .nonfinite import skip_nonfinite
+from .notices import warn_of_dropped, warn_of_other_peak
+from .nvme import check_swapping, swapped_sub_groups
 from .refuse import refuse_unsupported
 from .versions import check_version, warn_if_untested
 from .wrap import wrap_method
@@ -41,11 +43,14 @@ def register() -> None:
         return
     DEEPSPEED_OPTIMIZERS.extend(BUILDERS)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS)
-    wrappers = (_configure_optimizer, _configure_basic_optimizer, _configure_fp16_optimizer, _take_model_step)
-    for wrapper in (_do_sanity_check, *wrappers):
-        wrap_method(DeepSpeedEngine, wrapper.__name__, wrapper)
+    wrap_method(DeepSpeedEngine, "_do_sanity_check", _do_sanity_check)
+    wrap_method(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
+    wrap_method(DeepSpeedEngine, "_configure_basic_optimizer", _configure_basic_optimizer)
+    wrap_method(DeepSpeedEngine, "_configure_fp16_optimizer", _configure_fp16_optimizer)
+    wrap_method(DeepSpeedEngine, "_take_model_step", _take_model_step)
     checkpoint.install()
     offload_states.install()
+    partial_offload.install()
 
 
 def _do_sanity_check(original: Callable[..., Any], engine: Any) -> None:
@@ -55,6 +60,7 @@ def _do_sanity_check(original: Callable[..., Any], engine: Any) -> None:
 
 def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any, parameters: list[Any]) -> None:
     if client is None and engine.optimizer_name() in BUILDERS:
+        refuse_misplaced(engine._config)
         refuse_unsupported(engine, parameters)
         original(None, split_bare_parameters(parameters, engine.optimizer_params(), engine.module))
     elif isinstance(client, OPTIMIZERS):
@@ -71,7 +77,9 @@ def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any,
         original(build_and_look, parameters)
     else:
         original(client, parameters)
+    warn_of_dropped(engine)
     if isinstance(engine.basic_optimizer, OPTIMIZERS):
+        warn_of_other_peak(engine)
         _attach(engine)
 
 
@@ -119,12 +127,16 @@ def _attach(engine: Any) -> None:
     warn_if_untested()
     if isinstance(optimizer, ALTO):
         _require_agreement(engine, optimizer)
+        check_swapping(engine)
         optimizer.set_layouts(LayoutBuilder(engine).build())
         sub_groups = getattr(engine.optimizer, "sub_group_to_group_id", None)
         if sub_groups is None:
             optimizer.initialize_state()
         else:  # stage 3 shows the optimizer one sub-group at a time
+            swapped = swapped_sub_groups(engine.optimizer)
             for sub_group, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
+                if sub_group in swapped:
+                    continue
                 group = optimizer.param_groups[sub_groups[sub_group]]
                 group["params"] = [flat]
                 optimizer.initialize_state()

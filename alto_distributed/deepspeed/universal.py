@@ -12,10 +12,11 @@ itself would write the same files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,25 @@ def convert(
     source, target = Path(source).absolute(), Path(target).absolute()
     with only_data((*CLASSES, *allowed)):
         _refuse_code(source)
-        _convert(source, target, adopt, extract_workers, merge_workers)
+        has_average = _check(source, target, adopt)
+        with _removed_on_failure(target):
+            _convert(source, target, has_average, adopt, extract_workers, merge_workers)
+
+
+@contextlib.contextmanager
+def _removed_on_failure(target: Path) -> Iterator[None]:
+    """A conversion that fails leaves nothing: what is half-filled would refuse the next try, and "latest" name it."""
+    latest = target.parent / "latest_universal"
+    before = latest.read_bytes() if latest.is_file() else None
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        if before is not None:
+            latest.write_bytes(before)
+        else:
+            latest.unlink(missing_ok=True)
+        raise
 
 
 def _refuse_code(source: Path) -> None:
@@ -76,8 +95,9 @@ def _refuse_code(source: Path) -> None:
         )
 
 
-def _convert(source: Path, target: Path, adopt: bool, extract_workers: int, merge_workers: int) -> None:
-    has_average = _check(source, target, adopt)
+def _convert(
+    source: Path, target: Path, has_average: bool, adopt: bool, extract_workers: int, merge_workers: int
+) -> None:
     target.mkdir(parents=True, exist_ok=True)
 
     def run(from_folder: Path, to_folder: Path) -> None:
@@ -135,6 +155,11 @@ def _check(source: Path, target: Path, adopt: bool) -> bool:
     if target.exists() and any(target.iterdir()):
         raise ValueError(
             f"{target} is not empty, and what is in it would mix with the new checkpoint; give a new folder"
+        )
+    if any(source.glob("*expert_*_model_states.pt")):
+        raise ValueError(
+            f"{source} has a mixture of experts, which DeepSpeed's universal format does not carry, with any "
+            "optimizer. Load it at the world size that saved it"
         )
     _refuse_round_robin(source)
     base = _base_optimizer(_load(files[0]))

@@ -38,12 +38,18 @@ _METHODS: dict[type, tuple[str, ...]] = {
         "load_checkpoint",
     ),
     BF16_Optimizer: ("state_dict", "_lazy_init_hp_params_optimizer_state"),
-    DeepSpeedZeroOptimizer: ("_restore_base_optimizer_state", "_lazy_init_hp_params_optimizer_state"),
+    DeepSpeedZeroOptimizer: (
+        "load_state_dict",
+        "_restore_base_optimizer_state",
+        "_lazy_init_hp_params_optimizer_state",
+    ),
     DeepSpeedZeroOptimizer_Stage3: (
         "load_hp_checkpoint_state",
         "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
         "offload_states",
         "reload_states",
+        "_configure_offloading",
+        "_create_fp32_partitions",
     ),
 }
 

@@ -25,7 +25,9 @@ from ..param_groups import embedding_parameters
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import config as configs
+from . import precision_aware
 from .distributed import AltoDistributedOptimizer
+from .fsdp import AltoFSDPOptimizer, is_fsdp
 from .layout import LayoutBuilder
 from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
@@ -53,7 +55,8 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
 
     name, config.optimizer = config.optimizer, "adam"
     try:
-        built = original(*bound.args, **bound.kwargs)
+        with precision_aware.hidden(config):
+            built = original(*bound.args, **bound.kwargs)
     finally:
         config.optimizer = name
 
@@ -137,9 +140,12 @@ def _exchange(wrapper: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> N
 
     wrapper.optimizer = alto
     wrapper.init_state_fn = _initialize_state
-    wrapper.__class__ = WRAPPERS[type(wrapper)]
-    alto.set_layouts(*layouts.build(wrapper))
-    if isinstance(wrapper, AltoDistributedOptimizer):
+    if is_fsdp(wrapper):
+        wrapper.__class__ = AltoFSDPOptimizer
+    else:
+        wrapper.__class__ = WRAPPERS[type(wrapper)]
+        alto.set_layouts(*layouts.build(wrapper))
+    if isinstance(wrapper, (AltoDistributedOptimizer, AltoFSDPOptimizer)):
         wrapper.prepare_for_alto()
 
 

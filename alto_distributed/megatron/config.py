@@ -14,6 +14,7 @@ from ..hyperparameters import DEFAULT_LR, Hyperparameters
 from ..kernels import check_kernel
 from ..param_groups import check_embeddings
 from ..states import STATE_DTYPES, check_dtype
+from . import precision_aware
 
 NAME = "alto"
 
@@ -83,8 +84,6 @@ class AltoOptimizerConfig(OptimizerConfig):
     model is then refused when the optimizer is built, not at the first save."""
 
     def __post_init__(self) -> None:
-        if self.use_precision_aware_optimizer:  # Megatron would fail an assertion that names Adam
-            raise ValueError(PRECISION_AWARE)
         check(self)
         super().__post_init__()
 
@@ -121,16 +120,12 @@ class AltoOptimizerConfig(OptimizerConfig):
         )
 
 
-PRECISION_AWARE = (
-    "ALTO under Megatron: the precision-aware optimizer keeps its states inside TransformerEngine's Adam; set "
-    "use_precision_aware_optimizer=False (leave out --use-precision-aware-optimizer)"
-)
-
-
 def of(config: OptimizerConfig, name: str) -> Any:
     """A value of ALTO's own; a plain OptimizerConfig has the defaults."""
     if name == "alpha" and is_lamb(config):
         return 0.0
+    if name in STATE_DTYPES and precision_aware.asks_for_bf16(config, name):
+        return "bfloat16"
     return getattr(config, f"alto_{name}", getattr(AltoOptimizerConfig, f"alto_{name}"))
 
 
@@ -145,6 +140,7 @@ def check(config: OptimizerConfig) -> Hyperparameters:
     alpha = getattr(config, "alto_alpha", 0)
     if is_lamb(config) and alpha not in (0, AltoOptimizerConfig.alto_alpha):
         raise ValueError(f'alto_alpha={alpha} has no effect on LAMB; set optimizer="{NAME}" (--optimizer {NAME})')
+    precision_aware.check(config)
     check_kernel(of(config, "kernel"))
     Diagnostics(of(config, "diagnostics_every"))
     for name in STATE_DTYPES:

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from ..param_groups import know_embedding
 from .build import build
 from .config import NAMES
+from .precision_aware import accept_in_plain_configs
 from .versions import check_version
 
 _FUNCTION = "get_megatron_optimizer"
@@ -29,6 +30,7 @@ def register() -> None:
         return
     check_version()
     know_embedding(VocabParallelEmbedding)
+    accept_in_plain_configs(NAMES)
     signature = inspect.signature(original)
 
     @functools.wraps(original)

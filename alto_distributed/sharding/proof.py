@@ -7,7 +7,8 @@ the layout says it holds. A layout that was read wrongly is an error before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 22  # elements that are compared at a time
 _SHOWN = 3  # parameters that a message names
+
+
+def _in_memory(_: torch.Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ def require_proved(
     weights: Mapping[str, ModelWeight],
     read_from: str,
     group: ProcessGroup | None,
+    bringing_in: Callable[[torch.Tensor], AbstractContextManager[None]] = _in_memory,
 ) -> None:
     """Raise, on all ranks of ``group``, unless every segment is equal to the model's weights.
 
@@ -47,8 +53,9 @@ def require_proved(
         weights: name of a logical parameter -> what the model has of it.
         read_from: the framework with its version, and the fields that the layouts were read from.
         group: ranks that would wait for this one; None to raise here alone.
+        bringing_in: holds a shard in memory while it is read, where an engine keeps it elsewhere.
     """
-    wrong = sorted(set(_mismatches(layouts, weights)))
+    wrong = sorted(set(_mismatches(layouts, weights, bringing_in)))
     problem = None
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -60,24 +67,29 @@ def require_proved(
     raise_together(problem, group)
 
 
-def _mismatches(layouts: Mapping[torch.Tensor, ShardLayout], weights: Mapping[str, ModelWeight]) -> Iterator[str]:
+def _mismatches(
+    layouts: Mapping[torch.Tensor, ShardLayout],
+    weights: Mapping[str, ModelWeight],
+    bringing_in: Callable[[torch.Tensor], AbstractContextManager[None]],
+) -> Iterator[str]:
     """Names of parameters whose segments differ from the model's weights."""
     names: dict[torch.device, list[str]] = {}
     differ: dict[torch.device, list[torch.Tensor]] = {}
     for shard, layout in layouts.items():
-        for segment in layout.segments:
-            name = segment.parameter.name
-            if not segment.length:
-                continue
-            if name not in weights:
-                yield name
-                continue
-            for one, other in _pairs(shard.detach(), segment, weights[name]):
-                if one.shape != other.shape:
+        with bringing_in(shard):
+            for segment in layout.segments:
+                name = segment.parameter.name
+                if not segment.length:
+                    continue
+                if name not in weights:
                     yield name
-                else:
-                    names.setdefault(shard.device, []).append(name)
-                    differ.setdefault(shard.device, []).append(_differ(one, other))
+                    continue
+                for one, other in _pairs(shard.detach(), segment, weights[name]):
+                    if one.shape != other.shape:
+                        yield name
+                    else:
+                        names.setdefault(shard.device, []).append(name)
+                        differ.setdefault(shard.device, []).append(_differ(one, other))
     for device, flags in differ.items():
         for name, differs in zip(names[device], torch.stack(flags).tolist(), strict=True):
             if differs:

@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.cases import every_case
 from tests.helpers.launcher import check
 
-MODULES = "zero_tensor,zero_pipeline,zero_moe"
+MODULES = "zero_tensor,zero_pipeline,zero_moe,zero_sequence,zero_parallel_checkpoints"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.deepspeed_runs import CONFIGS, PROGRAMS, report_in, unsharded, unsharded_losses
-from tests.helpers.launcher import REPO, environment
+from tests.helpers.launcher import EXHAUSTIVE, REPO, environment
 from tests.helpers.processes import MPI_AS_ROOT, RUNNER, TORCHRUN, beside_python, free_port, renumbered, run
 
 # -- the runner and registration ---------------------------------------------------------------------------
@@ -263,3 +263,15 @@ def test_hugging_face_trains_with_the_json_alone(way, unsharded_gpt2):
     }  # not Adam's, for none are named
     assert report["losses"][-1] < 3.0 < 3.4 < report["losses"][0]
     assert report["losses"] == pytest.approx(unsharded_gpt2, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
+def test_trainer_drops_an_optimizer_and_a_warning_says_so(tmp_path):
+    """It trains with AdamW; were ALTO used one day, this test and the page have to say so."""
+    config = json.loads((CONFIGS / "trainer-stage2.json").read_text())
+    del config["optimizer"]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    output = run([*with_trainer(str(tmp_path / "ds.json")), "--give_alto", "--steps", "1"])
+    assert report_in(output)["optimizer"] == "AdamW"
+    assert "ALTO was built for this model and never reached DeepSpeed, which trains with AdamW" in output

@@ -17,6 +17,7 @@ def restored():
         _variables("deepspeed.runtime.torch_autocast"),
         # Groups for experts and tensor parallelism; those of all ranks are the same for every engine.
         _variables("deepspeed.utils.groups", but=("_WORLD_GROUP",)),
+        _variables("deepspeed.runtime.sequence_parallel.parallel_state_sp"),
     ]
     try:
         yield

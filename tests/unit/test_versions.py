@@ -1,10 +1,12 @@
 """The versions that are supported: pyproject.toml, README.md, docs/versions.md and the code say the same."""
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tomllib
@@ -14,6 +16,7 @@ from packaging.utils import canonicalize_name
 from alto_distributed.errors import UnsupportedVersion
 from alto_distributed.torch_version import OLDEST, OLDEST_THAT_LOADS_SAFELY, check_torch
 from tests.helpers.launcher import REPO, environment
+from tests.helpers.private_names import names_in_table, names_touched
 from tests.helpers.releases import supported
 
 README = " ".join((REPO / "README.md").read_text().split())
@@ -164,3 +167,24 @@ def test_a_deepspeed_that_lacks_a_method_is_refused(monkeypatch):
                 with pytest.raises(UnsupportedVersion, match=f"{owner.__name__} has no method {name}"):
                     versions.check_version()
     versions.check_version()
+
+
+#: Variables of the DeepSpeed plugin that hold DeepSpeed's objects, and what is torch's or our own on them.
+DEEPSPEEDS = {"engine", "wrapper", "w", "config", "p", "param", "params", "self.wrapper"}
+NOT_DEEPSPEEDS = {
+    *("numel", "shape", "requires_grad", "element_size", "device", "parameters", "param_groups", "state"),
+    *("load_state_dict", "state_dict", "values", "items", "get", "knows_alto", "_rounds"),
+}
+
+
+def test_every_name_of_deepspeed_that_we_touch_is_in_the_table_and_in_deepspeed():
+    touched = names_touched(REPO / "alto_distributed" / "deepspeed", "deepspeed", DEEPSPEEDS, NOT_DEEPSPEEDS)
+    listed = names_in_table(REPO / "docs" / "versions.md", "Private names of DeepSpeed")
+    assert {"_configure_optimizer", "DEEPSPEED_OPTIMIZERS", "ds_tensor", "zenflow", "write_events"} <= touched
+    assert touched - listed.keys() == set()
+    assert listed.keys() - touched == set()  # what is no longer touched
+    package = Path(importlib.util.find_spec("deepspeed").submodule_search_locations[0])
+    sources = " ".join(
+        [*(path.read_text() for path in package.rglob("*.py")), *(p.stem for p in package.rglob("*.py"))]
+    )
+    assert touched - set(re.findall(r"\w+", sources)) - {"comm"} == set()

@@ -228,6 +228,21 @@ def case_hierarchical_partitioning():
     assert float32_gap({"stage": 3, "zero_hpz_partition_size": 2}, {}) < 1e-6
 
 
+@worlds(2)
+def case_partial_offload():
+    """Twin-Flow: half of the sub-groups stay on the accelerator, which is another name of the CPU here."""
+    zero = {"stage": 3, "sub_group_size": 40, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    stayed = "cpu:0" if devices.NAME == "cpu" else get_accelerator()._name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_accelerator(), "_name", stayed)
+        with running(network(), config(zero)) as engine:
+            places = list(engine.optimizer.subgroup_to_device.values())
+            assert places.count(stayed) == len(places) // 2 > 0, places
+            train(engine)
+            gap = largest_gap(weights(engine), reference())
+            assert gap < 1e-6, gap
+
+
 @worlds(2, exhaustive=(4,))
 @each(stage=(1, 2, 3))
 def case_with_the_layouts_withheld_the_comparison_fails(stage):
@@ -762,19 +777,19 @@ REFUSED = {
         {"params": {**PARAMS, "weight_deacy": 0}}, r"'weight_deacy' is not a hyperparameter of ALTO; did you mean",
     ),
     "max_grad_norm": ({"params": {**PARAMS, "max_grad_norm": 1.0}}, r'set "gradient_clipping"'),
+    "lr beside params": (
+        {"optimizer": {"type": "Alto", "lr": 0.03}},
+        r'"lr": 0.03 of the optimizer Alto is not among its "params", and would be ignored; write .*{"lr": ...}',
+    ),
+    "LAMB's implementation beside params": (
+        {"optimizer": {"type": "LAMB", "params": {}, "implementation": "alto"}},
+        r'"implementation": .alto. of the optimizer LAMB is not among its "params"',
+    ),
     "EAdamW with layerwise": ({"name": "EAdamW", "params": {"layerwise": "all"}}, r"EAdamW is ALTO with layerwise"),
     "ESGD with a typo": (
         {"name": "ESGD", "params": {"momentun": 0.9}}, r"'momentun' is not a hyperparameter.*did you mean 'momentum'",
     ),
     "fp16 at stage 0": ({"fp16": {"enabled": True}}, r"fp16 at ZeRO stage 0 does not scale the loss.*stage\": 1"),
-    "offload ratio": (
-        {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-        r'offload with "ratio" below 1 needs DeepSpeedCPUAdam',
-    ),
-    "optimizer to NVMe": (
-        {"zero": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-        r'offload_optimizer to NVMe has not been tested, and swaps two states, not three; use "device": "cpu"',
-    ),
     "parameters to NVMe": (
         {"zero": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
         r'offload_param to NVMe has not been tested.*use "device": "cpu"',
@@ -814,6 +829,48 @@ def case_a_parameter_without_elements_is_refused():
     model.empty = nn.Parameter(torch.empty(0, 3))
     with pytest.raises(ValueError, match="without elements .* breaks ZeRO stage 3"):
         deepspeed.initialize(model=model, config=config({"stage": 3}))
+
+
+@worlds(2)
+def case_a_peak_that_is_not_lr_is_told():
+    """WarmupDecayLR warms up to 0.001 unless told otherwise. The others take lr."""
+    for given in ({}, {"warmup_max_lr": 0.05}):
+        for name in ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR"):
+            params = {} if name == "WarmupLR" else {"total_num_steps": 12}
+            params |= given if name != "WarmupCosineLR" else {}
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with running(network(), config({"stage": 1}, scheduler={"type": name, "params": params})):
+                    pass
+            said = [str(w.message) for w in caught if "warms up to" in str(w.message)]
+            assert len(said) == (name == "WarmupDecayLR" and not given), (name, given, said)
+            for message in said:
+                assert "its default of 0.001, and the optimizer's lr of 0.05 is not used" in message
+                assert '"warmup_max_lr": 0.05 among the params of the scheduler' in message
+
+
+def dropped(model, ds_config, **options):
+    """Of the warnings when an engine is built: those about an optimizer that never reaches it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with running(model, ds_config, **options):
+            pass
+    return [str(w.message) for w in caught if "never reached DeepSpeed" in str(w.message)]
+
+
+@worlds(2)
+def case_an_optimizer_that_never_reaches_the_engine_is_told():
+    """As Trainer's, which takes ``optimizers=`` and gives DeepSpeed another one."""
+    model, adam = network(), config({"stage": 1}, name="AdamW", params=OTHERS["AdamW"])
+    optimizer = ALTO(param_groups(model), **PARAMS)
+    (said,) = dropped(model, adam)
+    assert said.startswith("ALTO was built for this model and never reached DeepSpeed, which trains with AdamW. Name")
+    (said,) = dropped(model, config({"stage": 1}))  # another ALTO
+    assert "trains with ALTO" in said
+    assert dropped(network(), adam) == []
+    by_client = config({"stage": 1})
+    del by_client["optimizer"]
+    assert dropped(model, by_client, optimizer=optimizer) == []
 
 
 OTHERS = {"AdamW": {"lr": 1e-3, "torch_adam": True}, "SGD": {"lr": 0.1}, "RMSprop": {"lr": 1e-3}}

@@ -244,6 +244,34 @@ def case_conversion_on_four_ranks(directory, label):
     check_conversion(place(directory, label))
 
 
+#: The cell that saved, and the one that loads.
+CROSSED = {"from stage 1 to 2": ("stage 1", "stage 2")}
+MORE_CROSSED = {
+    "from stage 2 to 1": ("stage 2", "stage 1"),
+    "from fp32 to bf16": ("stage 1", "stage 2, bf16"),
+    "from fp32 to BF16_Optimizer": ("stage 2", "BF16_Optimizer"),
+    "from BF16_Optimizer to fp32": ("BF16_Optimizer", "stage 1"),
+    "from fp32 to bf16 at stage 3": ("stage 3", "stage 3, bf16"),
+    "from bf16 to fp32 at stage 3": ("stage 3, bf16", "stage 3"),
+}
+
+
+@worlds(2)
+@each(CROSSED, exhaustive=MORE_CROSSED)
+@after("case_conversion_carries_every_state")
+def case_universal_in_another_setting(directory, setting):
+    """Master weights and states are bitwise those that were saved."""
+    saved_by, loaded_by = setting
+    at_save, _, _ = torch.load(place(directory, saved_by) / "pictures.pt")
+    with engine_for(CELLS[loaded_by], model=other_network(), checkpoint={"load_universal": True}) as engine:
+        engine.load_checkpoint(place(directory, saved_by), tag="universal")
+        got = picture(engine)
+        kept = [key for key in at_save if not key.endswith(" model")]
+        assert_same("loaded", {key: got[key] for key in kept}, {key: at_save[key] for key in kept})
+        advance(engine, BEFORE, BEFORE + 1)
+        assert picture(engine)["steps"].tolist() == [BEFORE + 1]
+
+
 @worlds(2)
 @each(UNIVERSAL_CELLS)
 @after("case_save")
@@ -336,6 +364,46 @@ def case_stage_0_refuses_them_too(directory, label, setting):
         engine.load_checkpoint(folder)
     with pytest.raises(ValueError, match="ZeRO stage 0 has none, and needs no conversion"):
         on_rank_0(convert, folder / "saved", folder / "universal")
+
+
+@worlds(2)
+@each(stage=(1, 2))
+def case_adam_with_other_groups_is_told_of_adopt(directory, stage):
+    """DeepSpeed called it "parameter-alignment layout", which misleads: ALTO's JSON makes two groups of one."""
+    folder, cell = place(directory, f"one group, stage {stage}"), ({"stage": stage}, {})
+    for options in (ADAM, {}):
+        with engine_for(cell, plain_groups, **options) as engine:
+            advance(engine, 0, 1)
+            engine.save_checkpoint(folder, tag=options.get("name", "ALTO"))
+    with engine_for(cell, None) as engine:
+        with pytest.raises(ValueError, match=r"no 'grad_ema' for ALTO: it was not saved by ALTO.*OUTPUT --adopt"):
+            engine.load_checkpoint(folder, tag="AdamW")
+        with pytest.raises(ValueError, match="the checkpoint has 1 parameter groups, this optimizer has 2; build the"):
+            engine.load_checkpoint(folder, tag="ALTO")
+        engine.load_checkpoint(folder, tag="AdamW", load_optimizer_states=False)
+
+
+@worlds(2)
+@after("case_save", "stage 1")
+def case_a_conversion_that_fails_leaves_nothing(directory):
+    """What it had written refused the next try."""
+    saved = place(directory, "stage 1") / "saved"
+
+    def attempt():
+        target, latest = directory / "fails" / "universal", directory / "fails" / "latest_universal"
+        for before in (None, "an older one"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(universal, "_check_complete", lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    convert(saved, target)
+            assert not target.exists()
+            assert (latest.read_text() if latest.exists() else None) == before
+            convert(saved, target)
+            assert latest.read_text() == "universal"
+            shutil.rmtree(target)
+            latest.write_text("an older one")
+
+    on_rank_0(attempt)
 
 
 #: What is given to the converter, where it should write, options, and the refusal.

@@ -30,8 +30,7 @@ class Net(nn.Module):
         return self.head(h + mixed)
 
 
-@functools.cache
-def train(stage):
+def build():
     torch.manual_seed(11 + dist.get_rank() % 2)  # ranks 0 and 2 hold one expert, 1 and 3 the other
     model = Net()
     torch.manual_seed(11)
@@ -39,12 +38,21 @@ def train(stage):
         for name, p in model.named_parameters():
             if "experts" not in name:
                 p.copy_(torch.randn(p.shape) * 0.3)
-    zero = {"stage": stage} if stage else None
-    with running(model, config(zero)) as engine:
+    return model
+
+
+def take(engine, step):
+    for x, y in step:
+        engine.backward(loss_of(engine(x.chunk(4)[dist.get_rank()]), y.chunk(4)[dist.get_rank()]))
+        engine.step()
+
+
+@functools.cache
+def train(stage):
+    model = build()
+    with running(model, config({"stage": stage} if stage else None)) as engine:
         for step in batches():
-            for x, y in step:
-                engine.backward(loss_of(engine(x.chunk(4)[dist.get_rank()]), y.chunk(4)[dist.get_rank()]))
-                engine.step()
+            take(engine, step)
         out = {}
         for name, p in trainable(model).items():
             with deepspeed.zero.GatheredParameters([p]):

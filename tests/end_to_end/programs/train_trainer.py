@@ -16,6 +16,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from alto_distributed import ALTO, param_groups
+
 VOCABULARY, LENGTH, BATCH = 32, 16, 8
 
 
@@ -59,7 +61,9 @@ def with_trainer(args):
             weight_decay=args.weight_decay, per_device_train_batch_size=BATCH, max_steps=args.steps, logging_steps=1,
             lr_scheduler_type="constant", train_sampling_strategy="sequential", save_strategy="no", report_to="none",
         )  # fmt: skip
-        trainer = Trainer(model=build_model(), args=arguments, train_dataset=dataset())
+        model = build_model()
+        given = (ALTO(param_groups(model)), None) if args.give_alto else (None, None)
+        trainer = Trainer(model=model, args=arguments, train_dataset=dataset(), optimizers=given)
         trainer.train()
         report(trainer.deepspeed, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
@@ -95,6 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--local_rank", type=int, default=-1, help="DeepSpeed's launcher gives it; nobody else")
     parser.add_argument("--deepspeed")
     parser.add_argument("--own_loop", action="store_true")
+    parser.add_argument("--give_alto", action="store_true", help="as Trainer(optimizers=...)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--weight_decay", type=float, required=True)
