@@ -25,7 +25,7 @@ from ..param_groups import embedding_parameters
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import config as configs
-from . import precision_aware
+from . import monitor, precision_aware
 from .distributed import AltoDistributedOptimizer
 from .fsdp import AltoFSDPOptimizer, is_fsdp
 from .layout import LayoutBuilder
@@ -76,6 +76,8 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
             _exchange(wrapper, hyper, layouts)
         if configs.of(config, "skip_nonfinite"):
             skip_nonfinite(wrapper)
+    if configs.of(config, "diagnostics_every"):
+        monitor.watch(altos(built))
     return built
 
 

@@ -1,6 +1,6 @@
 """Megatron-LM's command line: ``--optimizer alto`` and the ``--alto-*`` flags for its own scripts, unchanged.
 
-Four functions of ``megatron.training`` are wrapped, wherever they have been imported to. Each does what it did for
+Five functions of ``megatron.training`` are wrapped, wherever they have been imported to. Each does what it did for
 every other optimizer.
 """
 
@@ -18,11 +18,12 @@ from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 
+from ..errors import did_you_mean
 from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
 from ..param_groups import EMBEDDING_RULES
 from ..states import DTYPES
-from . import precision_aware
+from . import monitor, precision_aware
 from .config import LAMB, NAME, NAMES, AltoOptimizerConfig
 
 #: Flag -> the field of AltoOptimizerConfig that it sets, what argparse should know, and what it means.
@@ -71,7 +72,7 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "--alto-diagnostics-every": (
         "alto_diagnostics_every",
         {"type": int, "metavar": "STEPS"},
-        "measure norms and ratios every so many steps; 0 is never",
+        "measure norms and ratios every so many steps, and log them; 0 is never",
     ),
     "--alto-skip-nonfinite": (
         "alto_skip_nonfinite",
@@ -127,10 +128,15 @@ def patch_training() -> None:
     Raises:
         ValueError: its function is not the one we know; nothing is patched then.
     """
-    _wrap(sys.modules["megatron.training.training"], {"get_megatron_optimizer_config": _get_megatron_optimizer_config})
+    training = sys.modules["megatron.training.training"]
+    _wrap(training, {"get_megatron_optimizer_config": _get_megatron_optimizer_config})
+    log = getattr(training, "training_log", None)
+    # Its parameters are not the same in two releases. Without it diagnostics are not shown, which harms nothing else.
+    if callable(log) and "iteration" in inspect.signature(log).parameters and not getattr(log, "knows_alto", False):
+        _replace_everywhere("training_log", log, _wrapped(log, _training_log))
 
 
-# -- what the four functions do for ALTO -------------------------------------------------------------------
+# -- what the five functions do for ALTO -------------------------------------------------------------------
 
 
 def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -139,6 +145,7 @@ def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argum
     if optimizer is None or optimizer.choices is None:
         raise ValueError(_unknown("--optimizer is no longer a flag with a list of choices"))
     optimizer.choices = [*optimizer.choices, *NAMES]
+    optimizer.type = _our_name_in_any_case
     group = parser.add_argument_group(
         "ALTO", f"only with --optimizer {' or '.join(NAMES)}; --lr and --weight-decay are Megatron's own"
     )
@@ -148,7 +155,33 @@ def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argum
             meaning = f"{meaning} (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         # Suppressed: a flag that was not given leaves no trace, so other optimizers' arguments are what they were.
         group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=meaning, **options)
+    parser.parse_known_args = functools.partial(_parse_known_args, parser, parser.parse_known_args)  # type: ignore[method-assign]
+    for action in parser._actions:
+        _mend_help(action)
     return parser
+
+
+def _our_name_in_any_case(name: str) -> str:
+    return name.lower() if name.lower() in NAMES else name
+
+
+def _parse_known_args(parser: argparse.ArgumentParser, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Also where unknown arguments are let pass, one that begins like ours is an error: it would have no effect."""
+    known, unknown = original(*args, **kwargs)
+    for word in unknown:
+        flag = word.split("=")[0]
+        if flag.startswith(("--alto-", "--no-alto-")):
+            parser.error(f"unrecognized arguments: {flag}{did_you_mean(flag, list(_FLAGS))}")
+    return known, unknown
+
+
+def _mend_help(action: argparse.Action) -> None:
+    """argparse formats a help text with %. A bare one, as main has, makes an error of all of ``--help``."""
+    if isinstance(action.help, str):
+        try:
+            _ = action.help % {**vars(action), "prog": ""}
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -187,6 +220,15 @@ def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any) -> A
     known.update({name: getattr(args, name) for name in precision_aware.FIELDS if hasattr(args, name)})
     known["alto_checkpoint_format"] = _checkpoint_format(args)
     return AltoOptimizerConfig(**{**known, **_given(args), "optimizer": args.optimizer}), *rest
+
+
+def _training_log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+    training = sys.modules["megatron.training.training"]
+    found = (getattr(training, f"get_{name}_writer", None) for name in ("tensorboard", "wandb"))
+    monitor.show(iteration, [get() for get in found if get is not None])
+    return result
 
 
 def _checkpoint_format(args: Any) -> str:

@@ -10,6 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 
 from ..sharding.dtensor import is_dtensor
+from . import config as configs
+from .config import AltoOptimizerConfig
 from .experts import packed_experts
 from .fsdp import is_fsdp
 
@@ -84,6 +86,11 @@ def _in_model(config: Any, model_chunks: Sequence[torch.nn.Module]) -> Iterator[
                 "without expert parallelism Megatron treats experts as ordinary parameters, and reduces them over the "
                 "wrong groups unless expert_tensor_parallel_size equals tensor_model_parallel_size; make them equal, "
                 "or set expert_model_parallel_size above 1"
+            )
+        if is_fsdp(chunk) and configs.of(config, "embeddings") != AltoOptimizerConfig.alto_embeddings:
+            yield (
+                f"alto_embeddings={configs.of(config, 'embeddings')!r} has no effect with Megatron-FSDP; leave out "
+                "--alto-embeddings, or use the distributed optimizer without --use-megatron-fsdp"
             )
         if is_fsdp(chunk) and packed_experts([chunk]):
             yield (

@@ -6,11 +6,15 @@ Weights and losses of ten steps are held to training by one rank with whole para
 import contextlib
 import dataclasses
 import functools
+import io
 import re
+import statistics
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from alto_distributed import ALTO
 from tests.helpers import devices, megatron_gpt
@@ -38,6 +42,7 @@ from tests.helpers.oracle import PaperALTO
 # isort: split
 import megatron.core
 
+from alto_distributed.megatron import diagnostics, monitor
 from alto_distributed.megatron.layout import LayoutBuilder
 from alto_distributed.sharding import ShardLayout
 
@@ -379,6 +384,39 @@ def case_lamb_by_its_name(setting):
         assert all("grad_ema" not in state for state in alto.state.values())
         with pytest.raises(ValueError, match=r"alto_alpha=-2.0 has no effect on LAMB; set optimizer=.alto."):
             dataclasses.replace(config, alto_alpha=-2.0)
+
+
+class Recorder:
+    """In the place of W&B, which is not installed."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, scalars, step):
+        self.logged.append((step, scalars))
+
+
+@worlds(2)
+def case_diagnostics_in_the_log_tensorboard_and_wandb(directory):
+    """Written by the last rank, once for each step that was measured."""
+    folder, words, wandb = directory / "tensorboard", io.StringIO(), Recorder()
+    with parallel(Layout()), contextlib.redirect_stdout(words):
+        engine = Megatron(Job(), Layout(), optimizer=alto_config(Job(), alto_diagnostics_every=2))
+        for step in range(4):
+            engine.step(step)
+            with SummaryWriter(folder) if dist.get_rank() else contextlib.nullcontext() as tensorboard:
+                monitor.show(step + 1, [tensorboard, wandb, None])
+        readings = diagnostics(engine.optimizer).values()
+    if dist.get_rank() == 0:
+        assert (words.getvalue(), wandb.logged) == ("", [])
+        return
+    assert [step for step, _ in wandb.logged] == [2, 4]
+    assert len(wandb.logged[-1][1]) == 12
+    for tag, pick in (("min", min), ("median", statistics.median), ("max", max)):
+        assert wandb.logged[-1][1][f"alto/trust_ratio_{tag}"] == pick(r.trust_ratio for r in readings)
+    assert re.findall(r"iteration +(\d) \| trust_ratio min: ", words.getvalue()) == ["2", "4"]
+    written = EventAccumulator(str(folder)).Reload().Scalars("alto/acceleration_max")
+    assert [event.step for event in written] == [2, 4]
 
 
 @worlds(2)

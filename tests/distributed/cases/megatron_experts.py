@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.cases import each, worlds
@@ -140,7 +141,9 @@ def check(make, layout, distributed):
         if distributed and layout.expert == 1:
             shards = [(p, m) for w in engine.wrappers for p, _, m in engine.shards(w)]
             cut = [m.numel() % (p.numel() // EXPERTS) for p, m in shards if any(p is q for q in packed.values())]
-            assert any(cut), "no expert lies on two ranks"
+            everywhere = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, any(cut))
+            assert any(everywhere), "no expert lies on two ranks"
         for name, p in packed.items():
             for expert, part in parts(name, p):
                 theta = of_the_paper(name, expert, part.numel())

@@ -316,6 +316,8 @@ def case_what_fsdp_does_not_load(directory):
             FSDP(JOB, Layout(), distributed=False)
         with pytest.raises(ValueError, match=r"leave out --use-precision-aware-opt.*--alto-exp-avg-dtype bfloat16"):
             FSDP(JOB, Layout(), optimizer=alto_config(JOB, use_precision_aware_optimizer=True))
+        with pytest.raises(ValueError, match=r"alto_embeddings='adam' has no effect with Megatron-FSDP; leave out"):
+            FSDP(JOB, Layout(), optimizer=alto_config(JOB, alto_embeddings="adam"))
 
 
 @worlds(2)
