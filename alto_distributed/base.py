@@ -14,10 +14,12 @@ from .errors import UnsupportedTensor
 from .hyperparameters import ADDED_LATER, OWN_BETA1, Hyperparameters, betas_of, check_beta, check_betas, is_cycled
 from .kernels import check_kernel
 from .nonfinite import SkippedSteps
-from .options import OPTIONS, for_all_groups, refuse_in_mid_run, without_options
+from .options import OPTIONS, check_capturable, for_all_groups, refuse_in_mid_run, without_options
+from .planning import Plans
+from .presets import describe
 from .sharding.dtensor import is_dtensor
 from .sharding.layout import LogicalParameter, ShardLayout
-from .sharding.plan import StepPlan, check_length
+from .sharding.plan import check_length
 from .state_dict import check_saved_by_alto, load_exactly
 from .states import GRAD_EMA_BETA1
 
@@ -37,6 +39,7 @@ class ALTOBase(EagerStep):
         self._state_dtypes = {
             key: states.check_dtype(f"{key}_dtype", options[f"{key}_dtype"]) for key in states.SHRINKABLE
         }
+        self._capturable = check_capturable(options)
         self._use_layouts({}, ())
         super().__init__(params, hyper.as_group())
 
@@ -79,6 +82,7 @@ class ALTOBase(EagerStep):
             "kernel": self._kernel,
             "diagnostics_every": self._diagnostics.every,
             "skip_nonfinite": self._skipped.on,
+            "capturable": self._capturable,
             **dtypes,
         }
 
@@ -113,12 +117,13 @@ class ALTOBase(EagerStep):
         self._use_layouts(layouts, joined)
 
     def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
-        self._layouts = dict(layouts)
-        self._joined = tuple(joined)
-        self._plans: dict[tuple[tuple[tuple[int, torch.Size], ...], ...], StepPlan] = {}
-        self._agreed: set[tuple[str, ...]] = set()
+        self._plans = Plans(layouts, joined)
         self._layouts_lost = False
-        self._proved = True
+
+    def describe(self) -> str:
+        """The settings of all groups in a line each: alpha and betas, and the lag and momentum that they amount to."""
+        settings = {describe(Hyperparameters.from_group(group)): None for group in self.param_groups}
+        return "\n".join(f"{type(self).__name__}: {setting}" for setting in settings)
 
     def description(self) -> dict[str, str]:
         """What must be the same on all ranks that train a model together, in words."""
@@ -156,6 +161,23 @@ class ALTOBase(EagerStep):
         group[OWN_BETA1] = beta1
         return Hyperparameters.from_group(group)
 
+    def _is_complete(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+        """Whether :meth:`_state_of` has nothing to do."""
+        count = state.get(states.STEP)
+        if count is None:
+            return False
+        # If an engine moved all states, each step would wait for it.
+        if not (count.device == param.device if self._capturable else count.is_cpu):
+            return False
+        for key in self.state_keys:
+            value = state.get(key)
+            if value is None:
+                if key != states.GRAD_EMA or group["alpha"] != 0:
+                    return False
+            elif (chosen := self._state_dtypes.get(key)) is not None and value.dtype != chosen:
+                return False  # an engine loaded states in its own way
+        return states.GRAD_EMA not in state or GRAD_EMA_BETA1 in group
+
     def _state_of(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyperparameters) -> dict[str, Any]:
         """A parameter's states, allocated on first use.
 
@@ -163,17 +185,15 @@ class ALTOBase(EagerStep):
         date, so that alpha may change at any time.
         """
         state: dict[str, Any] = self.state[param]
-        if states.STEP not in state:
-            state[states.STEP] = states.new_step()
-        elif state[states.STEP].device.type != "cpu":  # an engine moved all states; each step would wait for it
-            state[states.STEP] = state[states.STEP].cpu()
+        home = param.device if self._capturable else "cpu"
+        state[states.STEP] = state[states.STEP].to(home) if states.STEP in state else states.new_step(home)
         for key in self.state_keys:
-            chosen = self._state_dtypes.get(key)
-            if key not in state:
-                if key != states.GRAD_EMA or hyper.alpha != 0:
-                    state[key] = self.new_state(param, key)
-            elif chosen is not None and state[key].dtype != chosen:  # an engine that loaded states in its own way
-                state[key] = states.match_layout(state[key], param, chosen)
+            if key in state:
+                chosen = self._state_dtypes.get(key)
+                if chosen is not None and state[key].dtype != chosen:
+                    state[key] = states.match_layout(state[key], param, chosen)
+            elif key != states.GRAD_EMA or hyper.alpha != 0:
+                state[key] = self.new_state(param, key)
         if states.GRAD_EMA in state:
             group.setdefault(GRAD_EMA_BETA1, hyper.betas[0])
         return state
@@ -184,8 +204,8 @@ class ALTOBase(EagerStep):
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``. A step that may have been skipped is waited for, so that the count is right."""
-        self._skipped.resolve_pending()
-        for plan in self._plans.values():
+        self._skipped.settle()
+        for plan in self._plans:
             plan.witness.resolve()
         return super().state_dict()
 
@@ -212,22 +232,23 @@ class ALTOBase(EagerStep):
 
     def __getstate__(self) -> dict[str, Any]:
         self._skipped.resolve_pending()
-        lost = self._layouts_lost or bool(self._layouts) or bool(self._joined)
+        lost = self._layouts_lost or bool(self._plans.layouts) or bool(self._plans.joined)
         return {
             **super().__getstate__(),
             "_kernel": self._kernel,
             "_state_dtypes": self._state_dtypes,
             "_diagnostics": self._diagnostics.fresh(),
             "_skipped": self._skipped.fresh(),
+            "_capturable": self._capturable,
             "_layouts_lost": lost,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by unpickling and copying with all of __getstate__, and by load_state_dict with the
         # states and groups alone.
-        if "_layouts" not in self.__dict__:
+        if "_plans" not in self.__dict__:
             # Of an ALTO that was pickled before there was a choice.
-            self._state_dtypes, self._skipped = {}, SkippedSteps(False)
+            self._state_dtypes, self._skipped, self._capturable = {}, SkippedSteps(False), False
             self._use_layouts({}, ())
         super().__setstate__(state)
         for group in self.param_groups:

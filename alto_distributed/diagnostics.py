@@ -14,7 +14,7 @@ import torch
 from .errors import shown
 from .kernels.chunked import chunks
 from .kernels.reference import direction
-from .kernels.shards import FlatShard
+from .kernels.shards import FlatShard, flattened
 from .sharding.norms import NormTable, sums_dtype
 
 # Rows of the table of sums of squares.
@@ -57,7 +57,7 @@ class Diagnostics:
         self._sums = {device: table.zeros(device, _ROWS) for device in shards}
         for device, on_device in shards.items():
             for shard, here, slot in _chunks(on_device):
-                g = shard.grad[here].to(shard.exp_avg_sq.dtype)
+                g = shard.as_taken(shard.grad[here].to(shard.exp_avg_sq.dtype))
                 self._sums[device][_GRADIENT, slot] += _squares(g)
                 if shard.grad_ema is not None:
                     c = shard.coefficients
@@ -101,6 +101,6 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(shards: Sequence[FlatShard]) -> Iterator[tuple[FlatShard, slice, int]]:
-    for shard in shards:
+    for shard in flattened(shards):
         for here, slot, _ in chunks(shard):
             yield shard, here, slot

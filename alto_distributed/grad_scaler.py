@@ -2,12 +2,13 @@
 
 An optimizer that says ``_step_supports_amp_scaling`` is stepped always. The scaler sets ``found_inf`` and, unless the
 gradients are unscaled already, ``grad_scale`` on it. So the host waits for neither, and ranks whose scalers disagree
-still take part in the same collectives.
+still take part in the same collectives. Kernels unscale gradients in float32 as they read them; ``p.grad`` stays as it
+is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ class ScaledStep:
         found = torch.as_tensor(optimizer.found_inf, dtype=torch.float32)  # a plain 0 on a rank without gradients
         self._found_inf = (found != 0).float().reshape(1)
         self._scale: torch.Tensor | None = optimizer.grad_scale
+        self._inverse: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
     def of(cls, optimizer: Any) -> ScaledStep | None:
@@ -46,18 +48,13 @@ class ScaledStep:
         disagree = (largest[:2] != -largest[2:]).any()
         return torch.stack([largest[0], disagree.float()])
 
-    def unscaled(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients divided by the scale: in place, or in a float32 copy where float16 would lose small ones."""
+    def inverse_scale(self, device: torch.device) -> torch.Tensor | None:
+        """What kernels on ``device`` multiply gradients by as they read them; None if these are unscaled already."""
         if self._scale is None:
-            return list(gradients)
-        inverse = self._scale.double().reciprocal().float()
-        result = [g.float() if g.dtype == torch.float16 else g for g in gradients]
-        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for gradient in result:
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, _), some in by_kind.items():
-            torch._foreach_mul_(some, inverse.to(device))
-        return result
+            return None
+        if device not in self._inverse:
+            self._inverse[device] = self._scale.double().reciprocal().float().reshape(()).to(device)
+        return self._inverse[device]
 
 
 def refuse_disagreement() -> None:

@@ -1,4 +1,4 @@
-"""Hyperparameters: one dataclass, checked in one place, and the paper's recipes by batch size.
+"""Hyperparameters: one dataclass, checked in one place.
 
 Every way into ALTO (the constructor, a parameter group, a DeepSpeed JSON, a Megatron argument, a
 loaded checkpoint) ends in :class:`Hyperparameters`, so a value is either refused there with a message
@@ -24,9 +24,6 @@ import torch
 from .errors import UnknownHyperparameter, did_you_mean, is_one_of, shown
 
 LAYERWISE_MODES = ("decayed", "matrices", "all", "none")
-
-#: From this global batch size on, the paper uses its large-batch setting.
-LARGE_BATCH = 1024
 
 DEFAULT_LR = 1e-2
 DEFAULT_EPS2 = 1e-6
@@ -86,6 +83,9 @@ class Hyperparameters:
     maximize: bool = False
     """Climb instead of descend: the gradient is negated."""
 
+    vector_lr: float = 1.0
+    """Factor on lr for parameters without the layer-wise ratio, which take Adam steps."""
+
     def __post_init__(self) -> None:
         check = object.__setattr__  # frozen: normalise what came from JSON or from numpy
         check(self, "lr", check_lr(self.lr))
@@ -102,6 +102,7 @@ class Hyperparameters:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be True or False")
         check(self, "trust_clip", check_trust_clip(self.trust_clip))
+        check(self, "vector_lr", _number("vector_lr", self.vector_lr, low=0.0))
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
@@ -123,8 +124,8 @@ class Hyperparameters:
 
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Hyperparameters))
 
-#: Not in checkpoints of 0.1, which go on with the defaults of these.
-ADDED_LATER = ("trust_clip", "maximize")
+#: Not in checkpoints of earlier versions, which go on with the defaults of these.
+ADDED_LATER = ("trust_clip", "maximize", "vector_lr")
 
 
 def is_cycled(group: Mapping[str, Any]) -> bool:
@@ -158,33 +159,6 @@ def adams_betas(betas: Sequence[Any], beta1: float = Hyperparameters.betas[0]) -
 
 def is_sequence(value: Any, length: int) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == length
-
-
-def recipe(global_batch_size: int) -> dict[str, Any]:
-    """The paper's hyperparameters for a global batch size, as keyword arguments for ALTO.
-
-    From 1024 samples on: alpha -5, beta1 0.99 and lr 1e-2 (the rate of the paper's GPT-2 run). Below:
-    alpha 0.5, beta1 0.01, and no ``lr``, for the paper tunes it there: choose your own.
-
-    Args:
-        global_batch_size: samples in one optimizer step, over all ranks and accumulation steps.
-
-    Returns:
-        ``alpha``, ``betas``, ``eps``, ``weight_decay`` and, for large batches, ``lr``.
-
-    References:
-        Paper, section "Hyperparameters"; table of GPT-2 settings in the appendix.
-    """
-    whole: Any = global_batch_size
-    if isinstance(whole, bool) or not isinstance(whole, numbers.Integral):
-        raise ValueError(f"global_batch_size={global_batch_size!r} must be a whole number of samples")
-    if global_batch_size < 1:
-        raise ValueError(f"global_batch_size={global_batch_size} must be at least 1")
-    large = {name: getattr(Hyperparameters, name) for name in ("lr", "alpha", "betas", "eps", "weight_decay")}
-    if global_batch_size >= LARGE_BATCH:
-        return large
-    del large["lr"]
-    return {**large, "alpha": 0.5, "betas": (0.01, *Hyperparameters.betas[1:])}
 
 
 def check_lr(lr: Any) -> float | torch.Tensor:

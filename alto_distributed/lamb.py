@@ -30,6 +30,7 @@ class LAMB(ALTO):
         layerwise: "decayed", "matrices" or "none"; see :class:`ALTO`.
         bias_correction: correct the moments.
         trust_clip: (low, high), limits of the ratio; None for no limits.
+        vector_lr: factor on lr for parameters without the ratio.
         kernel, diagnostics_every, skip_nonfinite, exp_avg_dtype, maximize: see :class:`ALTO`.
         foreach, fused, capturable, differentiable: see :class:`ALTO`.
 
@@ -49,6 +50,7 @@ class LAMB(ALTO):
         layerwise: str = "decayed",
         bias_correction: bool = True,
         trust_clip: Sequence[float] | None = None,
+        vector_lr: float = 1.0,
         kernel: str = "auto",
         diagnostics_every: int = 0,
         skip_nonfinite: bool = False,
@@ -67,6 +69,7 @@ class LAMB(ALTO):
             weight_decay=weight_decay,
             bias_correction=bias_correction,
             trust_clip=trust_clip,
+            vector_lr=vector_lr,
             kernel=kernel,
             diagnostics_every=diagnostics_every,
             skip_nonfinite=skip_nonfinite,

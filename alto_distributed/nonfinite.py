@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .grad_scaler import ScaledStep, refuse_disagreement
+from .kernels.capture import refuse_cold
 from .sharding.collective import everyone, home_of, reduce_on_group_device
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class SkippedSteps:
         self._total = self._in_a_row = 0
         self._pending: tuple[torch.Tensor, Any, Sequence[torch.Tensor]] | None = None
         self._scalers_disagree = False
+        self._on_device: torch.Tensor | None = None
+        """Of steps that are counted on the device: skipped in all, skipped in a row, and where scalers disagreed."""
 
     def fresh(self) -> SkippedSteps:
         """The same choice, for a copy of the optimizer."""
@@ -92,6 +95,23 @@ class SkippedSteps:
             flag = host
         self._pending = flag, arrived, counters
 
+    def count_on_device(self, flag: torch.Tensor, capturing: bool) -> None:
+        """The same where the host does not count, so that a graph may replay it."""
+        if self._on_device is None:
+            if capturing:
+                refuse_cold("no step was skipped or counted on the device yet")
+            self._on_device = torch.zeros(3, dtype=torch.float32, device=flag.device)
+        total, in_a_row, disagree = self._on_device.unbind()
+        total.add_(flag[0])
+        in_a_row.add_(1).mul_(flag[0])
+        disagree.add_(flag[1])
+
+    def settle(self) -> None:
+        """Wait for all steps so far, and raise if the scalers of a captured one disagreed."""
+        self.resolve_pending()
+        if self._on_device is not None and self._on_device[2].item():
+            refuse_disagreement()
+
     def resolve_pending(self) -> None:
         """Take the last step back from the counters if it was skipped. Waits for that step, not for later work."""
         if self._pending is None:
@@ -112,12 +132,15 @@ class SkippedSteps:
     @property
     def total(self) -> int:
         self.resolve_pending()
-        return self._total
+        return self._total + self._counted(0)
 
     @property
     def in_a_row(self) -> int:
         self.resolve_pending()
-        return self._in_a_row
+        return self._in_a_row + self._counted(1)
+
+    def _counted(self, which: int) -> int:
+        return 0 if self._on_device is None else int(self._on_device[which].item())
 
 
 def _together(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,19 +167,18 @@ def flag_of(gradients: Iterable[torch.Tensor], home: torch.device = CPU, squared
         squared: whether the square must be finite too, in the precision of the states. For gradients that are used as
             they are: the adapted gradient is at most twice the largest.
     """
-    largest: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            norm = torch.linalg.vector_norm(gradient, ord=float("inf"))
-            largest.setdefault((norm.device, norm.dtype), []).append(norm)
-    flags = [
-        (torch.stack(norms) < (_largest_to_square(dtype) if squared else math.inf)).all().logical_not().float().view(1)
-        for (_, dtype), norms in largest.items()
-    ]
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    flags = []
+    for (_, dtype), some in alike.items():
+        largest = torch.stack(torch._foreach_norm(some, math.inf))
+        flags.append((largest < (_largest_to_square(dtype) if squared else math.inf)).all().logical_not().float())
     flags.sort(key=lambda flag: flag.device.type == "cpu")
     if not flags:
         return torch.zeros(1, dtype=torch.float32, device=home)
-    whole = flags[0]
+    whole = flags[0].view(1)
     for flag in flags[1:]:
         whole = torch.maximum(whole, flag.to(whole.device))
     return whole

@@ -25,20 +25,27 @@ from .diagnostics import Reading
 from .grad_scaler import ScaledStep
 from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from .import_hooks import register_loaded
-from .kernels import Coefficients, Dtypes, FlatShard, Kernel, find_fault, kernel_for, kernel_with_skip
-from .kernels.choice import ACCELERATED, warn_of_fallback
+from .kernels import Coefficients, FlatShard, Kernel, kernel_for, kernel_with_skip
+from .kernels.capture import is_capturing
 from .kernels.rounding import seed_of
+from .kernels.shards import memory_of
 from .options import OPTIONS, check_torch_options, refusing_unknown
-from .sharding.collective import anyone_objects
 from .sharding.plan import PlannedTensor, StepPlan
-from .spans import PLAIN
-from .step_inputs import StepInputs, check_fit, checked_gradient, refuse_capture
+from .step_inputs import (
+    Ready,
+    StepInputs,
+    check_capture,
+    check_memory,
+    check_states,
+    checked_gradient,
+    count_one_more,
+    in_one_order,
+    refuse_capture,
+    refuse_fsdp1,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-_ROUNDED = (states.EXP_AVG, states.GRAD_EMA)
 
 
 class ALTO(ALTOBase):
@@ -58,6 +65,8 @@ class ALTO(ALTOBase):
             (EAdamW). Except under "all", a norm of 0 gives ratio 1.
         bias_correction: False is the paper's "ALTO Vanilla".
         trust_clip: (low, high), limits of the layer-wise ratio; None for no limits.
+        vector_lr: factor on lr for parameters without the ratio. They take Adam steps, and lr is the relative step
+            of a matrix, ten times what Adam would use.
         kernel: what computes the update. "auto" is "native" on the CPU (C, compiled on first use; "torch" if there
             is no compiler), "triton" on a GPU where it proves right at first use, and "torch" elsewhere; "reference"
             is the definition. All give the same result.
@@ -71,8 +80,9 @@ class ALTO(ALTOBase):
         maximize: climb instead of descend.
         foreach: accepted, since frameworks set it; ``kernel`` says what computes a step.
         fused: the same.
-        capturable: refused unless False.
-        differentiable: the same.
+        capturable: steps may be captured in a CUDA graph: they are counted on the device, and ``lr`` may be a tensor
+            there. The other numbers of the groups are the graph's own. It changes nothing on the CPU.
+        differentiable: refused unless False.
 
     Options may also be keys of the parameter groups, the same in all of them.
 
@@ -97,6 +107,7 @@ class ALTO(ALTOBase):
         layerwise: str = "decayed",
         bias_correction: bool = True,
         trust_clip: Sequence[float] | None = None,
+        vector_lr: float = 1.0,
         kernel: str = "auto",
         diagnostics_every: int = 0,
         skip_nonfinite: bool = False,
@@ -117,54 +128,20 @@ class ALTO(ALTOBase):
 
     # -- the step -----------------------------------------------------------------------------------
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, capturing: bool = False) -> StepPlan:
         """The plan for the tensors that are in the groups now."""
         if self._layouts_lost:
             raise ValueError(
                 "this ALTO is a copy of a sharded one, and layouts belong to the original's tensors and process "
                 "groups: call set_layouts on the copy before step()"
             )
-        key = tuple(tuple((id(p), p.shape) for p in group["params"]) for group in self.param_groups)
-        if key not in self._plans:
-            plan = StepPlan(self.param_groups, self._layouts, self._joined)
-            names = tuple(plan.norms.slots)
-            # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
-            agree = names not in self._agreed and any(group["layerwise"] != "none" for group in self.param_groups)
-            if agree:
-                plan.require_agreement({**self.description(), **self.description_of_groups()})
-                self._agreed.add(names)
-            if self._kernel == "auto":
-                self._prove_kernel(plan.norms.groups if agree else ())
-            self._drop_outdated_plans()
-            self._plans[key] = plan
-        return self._plans[key]
-
-    def _prove_kernel(self, groups: Iterable[ProcessGroup]) -> None:
-        """Whether "auto" may use its kernel for GPUs: all ranks that sum norms together do, or none of them."""
-        in_use: dict[torch.device, set[Dtypes]] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.device.type in ACCELERATED:
-                    m, u = (states.state_dtype(param, self._state_dtypes.get(key)) for key in _ROUNDED)
-                    grad = param.dtype if param.grad is None else param.grad.dtype
-                    dtypes = Dtypes(param.dtype, grad, m, u if group["alpha"] != 0 else None)
-                    in_use.setdefault(param.device, set()).add(dtypes)
-        faults = [fault for device, dtypes in in_use.items() if (fault := find_fault(device, dtypes))]
-        if anyone_objects(bool(faults), groups, ACCELERATED) and self._proved:
-            self._proved = False
-            warn_of_fallback(faults[0] if faults else "it failed on another rank, whose warning says why")
-
-    def _drop_outdated_plans(self) -> None:
-        """A plan keeps its tensors alive, so it goes when nothing else of this optimizer does.
-
-        It cannot watch them by weak references: with one on it, torch refuses to swap a parameter, as ``module.to()``
-        does with DTensors.
-        """
-        in_groups = (param for group in self.param_groups for param in group["params"])
-        known = {id(tensor) for tensor in itertools.chain(in_groups, self._layouts, self.state)}
-        for key, plan in list(self._plans.items()):
-            if any(id(tensor) not in known for tensor in plan.tensors):
-                del self._plans[key]
+        return self._plans.of(
+            self.param_groups,
+            self.state,
+            lambda: {**self.description(), **self.description_of_groups()},
+            self._state_dtypes if self._kernel == "auto" else None,
+            capturing,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -181,13 +158,18 @@ class ALTO(ALTOBase):
             with torch.enable_grad():
                 loss = closure()
 
-        plan = self._plan()
+        capturing = self._is_capturing()
+        plan = self._plan(capturing)
         hypers = [self._checked(group) for group in self.param_groups]
         self._skipped.resolve_pending()
         self._skipped.raise_if_scalers_disagree()
         ready = self._ready(plan)
+        if capturing:
+            check_capture(plan, ready, self.param_groups)
+        elif self._capturable:
+            plan.stepped = frozenset(one.planned.place for one in ready)
         scaled = ScaledStep.of(self)
-        real = (part for planned, *_, grad in ready for part in planned.real_elements(grad))
+        real = (part for one in ready for part in one.planned.real_elements(one.grad))
         skip = self._skipped.flags(real, scaled, plan.norms.groups)
         if skip is not None and self._skipped.is_readable(skip):
             skipped = self._skipped.count(skip)
@@ -195,21 +177,20 @@ class ALTO(ALTOBase):
             if skipped:
                 return loss
             skip = None
-        if scaled is not None:
-            grads = scaled.unscaled([grad for *_, grad in ready])
-            ready = [(planned, g, i, grad) for (planned, g, i, _), grad in zip(ready, grads, strict=True)]
-        if any(hyper.maximize for hyper in hypers):
-            ready = [(planned, g, i, -grad if hypers[g].maximize else grad) for planned, g, i, grad in ready]
-        inputs = self._collect(plan, ready, hypers)
-        if skip is not None:
+        inputs = self._collect(plan, ready, hypers, scaled, skip)
+        if skip is not None and self._capturable and not inputs.counters:
+            self._skipped.count_on_device(skip, capturing)
+        elif skip is not None:
             self._skipped.count_later(skip, inputs.counters)
-        measured = inputs.over_every_parameter() if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
+        measured = (
+            inputs.over_every_parameter(plan) if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
+        )
         if measured is not None:
             self._diagnostics.before(measured, plan.norms)
 
         partial: dict[torch.device, torch.Tensor] = {}
         prepared: dict[torch.device, Any] = {}
-        missing = plan.missing(ready)
+        missing = plan.missing([one.planned for one in ready])
         for device, shards in inputs.shards.items():
             partial[device] = plan.norms.zeros(device) if partial else plan.witness.table(device, plan.norms, missing)
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
@@ -223,83 +204,102 @@ class ALTO(ALTOBase):
         for target, flat in inputs.staged:
             target.copy_(flat.view(target.shape))
         # Kernels that write through addresses do so behind autograd's back.
-        increment_version([self.param_groups[g]["params"][i] for _, g, i, _ in ready])
+        increment_version([one.param for one in ready])
+        if capturing:
+            plan.witness.forget()
+            self._plans.captured.append((plan, inputs))
         return loss
 
+    def _is_capturing(self) -> bool:
+        """Whether this step is recorded by a CUDA graph, which must be wanted."""
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        capturing = any(map(is_capturing, {param.device for param in itertools.islice(params, 1)}))
+        if capturing and not self._capturable:
+            refuse_capture()
+        return capturing
+
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
-        kernel = kernel_for(self._kernel, device, self._proved)
+        kernel = kernel_for(self._kernel, device, self._plans.proved)
         return kernel if skip is None else kernel_with_skip(kernel, skip[:1].to(device))
 
     def _step_of_groups(self) -> int:
         """The number of this step on a rank that only joins, where the engine counts in the groups; else 0."""
         done = [int(group[states.STEP]) for group in self.param_groups if states.STEP in group]
-        return max(done) + 1 if done and self._joined else 0
+        return max(done) + 1 if done and self._plans.joined else 0
 
-    def _ready(self, plan: StepPlan) -> list[tuple[PlannedTensor, int, int, torch.Tensor]]:
-        """What has a gradient: planned, place in the groups, and this rank's gradient. All of it is checked here."""
-        ready: list[tuple[PlannedTensor, int, int, torch.Tensor]] = []
-        rounds = self._rounds
-        for g, planned_tensors in enumerate(plan.groups):
-            for i, (planned, param) in enumerate(zip(planned_tensors, self.param_groups[g]["params"], strict=True)):
-                if param.grad is not None:
-                    ready.append((planned, g, i, checked_gradient(param, param.grad)))
-                    check_fit(param, self.state.get(param, {}), self.state_keys)
+    def _ready(self, plan: StepPlan) -> list[Ready]:
+        """What has a gradient. All of it is checked here."""
+        ready: list[Ready] = []
+        rounds, keys, known = self._rounds, self.state_keys, self.state
+        first, second, third = keys
+        for group, planned_tensors in zip(self.param_groups, plan.groups, strict=True):
+            for planned, param in zip(planned_tensors, group["params"], strict=True):
+                grad = param.grad
+                if grad is not None:
+                    state = known.get(param, {})
+                    memory = None
+                    if self._is_complete(param, state, group):
+                        memory = memory_of(param, grad, state[first], state[second], state.get(third))
+                    if memory is None or memory.dtypes[1].is_complex:  # asks again, to say what is wrong
+                        grad = checked_gradient(param, grad)
+                        check_states(param, state, keys)
+                    refuse_fsdp1(param)
+                    check_memory(param)
                     if rounds:
                         self._refuse_small_states(param)
-        for device in {grad.device for *_, grad in ready}:
-            kernel_for(self._kernel, device, self._proved)  # refuses a device that the kernel cannot serve
-            refuse_capture(device)
+                    ready.append(Ready(planned, param, planned.position[0], grad, state, memory))
+        for device in {one.grad.device if one.memory is None else one.memory.device for one in ready}:
+            kernel_for(self._kernel, device, self._plans.proved)  # refuses a device that the kernel cannot serve
         return ready
 
     def _collect(
         self,
         plan: StepPlan,
-        ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]],
+        ready: Sequence[Ready],
         hypers: Sequence[Hyperparameters],
+        scaled: ScaledStep | None,
+        skip: torch.Tensor | None,
     ) -> StepInputs:
         """The flat shards to work on, counted as one more step."""
         inputs = StepInputs(plan.kept_by_kernels)
         coefficients: dict[tuple[int, int], Coefficients] = {}
         ratios = [trust_ratio.ratio_for(group, hyper) for group, hyper in zip(self.param_groups, hypers, strict=True)]
         found = [
-            self._state_of(self.param_groups[g]["params"][i], self.param_groups[g], hypers[g]) for _, g, i, _ in ready
+            self._state_of(one.param, self.param_groups[one.group], hypers[one.group])
+            if one.memory is None
+            else one.state
+            for one in ready
         ]
-        inputs.counters = [state[states.STEP] for state in found]
-        if inputs.counters:
-            torch._foreach_add_(inputs.counters, 1)
+        inputs.counters = count_one_more([state[states.STEP] for state in found], skip)
         first, second, third = self.state_keys
         rounds = self._rounds
-        for (planned, g, i, grad), state in zip(ready, found, strict=True):
-            param = self.param_groups[g]["params"][i]
-            k = int(state[states.STEP].item())
+        for (planned, param, g, grad, _, memory), state in zip(ready, found, strict=True):
+            count = state[states.STEP]
+            k = int(count.item()) if count.is_cpu else 0
             if (g, k) not in coefficients:
                 coefficients[g, k] = Coefficients.at_step(hypers[g], k)
+                inputs.k = max(inputs.k, k)
             m, v, u = state[first], state[second], state.get(third)
-            if type(param) in PLAIN and param.is_contiguous():
-                flat = param
-                if param.ndim != 1:
-                    flat, grad, m, v = param.view(-1), grad.reshape(-1), m.view(-1), v.view(-1)
-                    u = None if u is None else u.view(-1)
-            else:
-                theta = states.in_memory_order(param, param)
-                flat = theta.reshape(-1)
-                if not theta.is_contiguous():
-                    inputs.staged.append((theta, flat))
-                grad = states.in_memory_order(grad, param).reshape(-1)
-                m, v = states.flat_view(m, param), states.flat_view(v, param)
-                u = None if u is None else states.flat_view(u, param)
+            if memory is None:
+                param, grad, m, v, u, copied_from = in_one_order(param, grad, m, v, u)
+                if copied_from is not None:
+                    inputs.staged.append((copied_from, param))
+            device = param.device if memory is None else memory.device
             shard = FlatShard(
-                param=flat,
-                grad=grad,
-                exp_avg=m,
-                exp_avg_sq=v,
-                grad_ema=u,
-                spans=planned.spans(ratios[g]),
-                coefficients=coefficients[g, k],
-                seed=self._seed(param, planned, g, i) if rounds else 0,
+                param,
+                grad,
+                m,
+                v,
+                u,
+                planned.spans(ratios[g]),
+                coefficients[g, k],
+                seed=self._seed(plan, planned) if rounds else 0,
                 place=planned.place,
+                inverse_scale=None if scaled is None else scaled.inverse_scale(device),
+                counter=None if count.is_cpu else count,
+                found=memory,
             )
-            inputs.add(shard, planned, k)
+            inputs.batch_on(device).append(shard)
         return inputs
 
     @property
@@ -307,10 +307,10 @@ class ALTO(ALTOBase):
         """Whether a state is kept in low precision."""
         return any(self._state_dtypes.values())
 
-    def _seed(self, param: torch.Tensor, planned: PlannedTensor, g: int, i: int) -> int:
+    def _seed(self, plan: StepPlan, planned: PlannedTensor) -> int:
         """Of stochastic rounding; follows from the tensor's place, so replicas and resumed runs have the same."""
-        described = param in self._layouts and planned.layout.segments
-        return seed_of(g, i, planned.layout.segments[0].parameter.name if described else "")
+        described = plan.tensors[planned.place] in self._plans.layouts and planned.layout.segments
+        return seed_of(*planned.position, planned.layout.segments[0].parameter.name if described else "")
 
     # -- skipped steps ------------------------------------------------------------------------------
 

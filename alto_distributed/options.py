@@ -17,14 +17,13 @@ from .errors import shown
 from .hyperparameters import HYPERPARAMETER_NAMES, refuse_near_misses, refuse_unknown
 
 #: Choices for all groups. They are not in checkpoints.
-OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype")
+OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "exp_avg_dtype", "capturable")
 
 #: Of torch.optim: how a step is computed. The kernel says that here, and the result is the same.
 WITHOUT_MEANING = ("foreach", "fused")
 
 #: Of torch.optim: name -> why it cannot be on.
 _MUST_BE_OFF = {
-    "capturable": "steps are counted on the host, so a CUDA graph would replay one step's numbers",
     "differentiable": "a step is not recorded by autograd",
     "amsgrad": "there is no largest second moment",
     "nesterov": "alpha does that: see docs/algorithm.md, What alpha does",
@@ -57,6 +56,18 @@ def check_torch_options(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and not (isinstance(value, (bool, int)) and not value):
             raise ValueError(f"{name}={shown(value)} is not possible with ALTO: {reason}. Leave {name!r} out")
+
+
+def check_capturable(options: Mapping[str, Any]) -> bool:
+    """Whether steps may be captured in CUDA graphs, given the other options of an optimizer."""
+    capturable = options["capturable"]
+    if not isinstance(capturable, bool):
+        raise ValueError(f"capturable={shown(capturable)} must be True or False")
+    if capturable and options["diagnostics_every"]:
+        raise ValueError("diagnostics_every with capturable=True: a graph cannot tell which of its steps to measure")
+    if capturable and options["kernel"] == "reference":
+        raise ValueError('kernel="reference" with capturable=True: it takes the step count from the host; use "auto"')
+    return capturable
 
 
 def for_all_groups(given: Mapping[str, Any], groups: Sequence[Any]) -> dict[str, Any]:

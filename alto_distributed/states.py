@@ -56,9 +56,9 @@ def new_state(param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.T
     return hugepages.zeros_like(param, state_dtype(param, chosen))
 
 
-def new_step() -> torch.Tensor:
-    """A counter on the host, as torch.optim keeps it, so that reading it never waits for a GPU."""
-    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+def new_step(device: torch.device | str = "cpu") -> torch.Tensor:
+    """A counter, as torch.optim keeps it: on the host, so that reading it never waits for a GPU, unless capturable."""
+    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from . import states
 from .errors import MisfittingTensor, UnsupportedTensor, refuse_unsupported_gradient
 from .kernels import Batch, FlatShard
+from .kernels.capture import refuse_cold
+from .kernels.shards import Memory
+from .sharding.collective import home_of
 from .sharding.dtensor import like_parameter, local
-from .sharding.plan import PlannedTensor
+from .sharding.plan import PlannedTensor, StepPlan
 from .spans import PLAIN
+
+
+class Ready(NamedTuple):
+    """A tensor that has a gradient."""
+
+    planned: PlannedTensor
+    param: torch.Tensor
+    group: int
+    """Number of its parameter group."""
+    grad: torch.Tensor
+    """This rank's."""
+    state: Mapping[str, Any]
+    """Empty if it has none yet."""
+    memory: Memory | None
+    """Of all its tensors, if kernels can go by addresses and no state has to be made."""
 
 
 @dataclass
@@ -22,58 +42,82 @@ class StepInputs:
     kept: dict[Any, Any] = field(default_factory=dict)
     """What kernels keep from step to step, by device; it belongs to the plan."""
     shards: dict[torch.device, Batch] = field(default_factory=dict)
-    planned_tensors: dict[torch.device, list[PlannedTensor]] = field(default_factory=dict)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Parameters that have no flat view, each with the flat copy that is worked on instead."""
     counters: list[torch.Tensor] = field(default_factory=list)
-    """The step counts of all parameters in it, which include this step."""
+    """The step counts on the host of all parameters in it, which include this step."""
     k: int = 0
     """The number of this step; 0 where there is nothing to do."""
 
-    def add(self, shard: FlatShard, planned: PlannedTensor, k: int) -> None:
-        device = shard.param.device
+    def batch_on(self, device: torch.device) -> Batch:
         if device not in self.shards:
             self.shards[device] = Batch((), self.kept.setdefault(device, {}))
-        self.shards[device].append(shard)
-        self.planned_tensors.setdefault(device, []).append(planned)
-        self.k = max(self.k, k)
+        return self.shards[device]
 
-    def over_every_parameter(self) -> dict[torch.device, list[FlatShard]]:
+    def over_every_parameter(self, plan: StepPlan) -> dict[torch.device, list[FlatShard]]:
         """The shards with each parameter's span by itself, also where it gets no ratio."""
+        planned = [planned for group in plan.groups for planned in group]
         return {
-            device: [
-                replace(shard, spans=planned.spans("every"))
-                for shard, planned in zip(shards, self.planned_tensors[device], strict=True)
-            ]
+            device: [replace(shard, spans=planned[shard.place].spans("every")) for shard in shards]
             for device, shards in self.shards.items()
         }
 
 
+def in_one_order(
+    param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, u: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The tensors with their elements in the same order in memory.
+
+    The last one is what the parameter had to be copied from, and must be copied back to; None where a view would do.
+    """
+    if type(param) in PLAIN and param.is_contiguous():
+        return param, grad if grad.is_contiguous() else grad.reshape(-1), m, v, u, None
+    theta = states.in_memory_order(param, param)
+    flat, grad = theta.reshape(-1), states.in_memory_order(grad, param).reshape(-1)
+    m, v = states.flat_view(m, param), states.flat_view(v, param)
+    u = None if u is None else states.flat_view(u, param)
+    return flat, grad, m, v, u, None if theta.is_contiguous() else theta
+
+
+def count_one_more(counters: Sequence[torch.Tensor], skip: torch.Tensor | None) -> list[torch.Tensor]:
+    """One more step in all counters; gives those on the host.
+
+    Those on a device leave out a step that is skipped. The host takes it back, when it knows.
+    """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    host = [count for count in counters if count.is_cpu]
+    for count in counters if len(host) < len(counters) else ():
+        if not count.is_cpu:
+            by_device.setdefault(count.device, []).append(count)
+    for device, some in by_device.items():
+        one = torch.ones((), dtype=torch.float32, device=device)
+        torch._foreach_add_(some, one if skip is None else one - skip[0].to(device), alpha=1)
+    if host:
+        # A number would be made a tensor for each of them. Without alpha, the tensor is read as a number.
+        torch._foreach_add_(host, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1)
+    return host
+
+
 def checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a gradient, or an error if ALTO cannot use it."""
-    if (
-        type(grad) in PLAIN
-        and type(param) in PLAIN
-        and grad.layout == torch.strided
-        and not grad.is_complex()
-        and grad.shape == param.shape
-        and not hasattr(param, "_fsdp_flattened")
-    ):
-        return grad  # as nearly always; what follows takes several times as long to say so
     refuse_unsupported_gradient("ALTO", grad)
-    if getattr(param, "_fsdp_flattened", False):
-        raise UnsupportedTensor(
-            "this parameter belongs to FullyShardedDataParallel (FSDP1), whose shards do not say which part of "
-            "which parameter they are; use torch.distributed.fsdp.fully_shard (FSDP2), with which ALTO is exact"
-        )
+    refuse_fsdp1(param)
     shard = local(like_parameter(param, grad))
     if shard.shape != local(param).shape:
         raise ValueError(f"a gradient of shape {tuple(shard.shape)} for a parameter of {tuple(local(param).shape)}")
     return shard
 
 
-def check_fit(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise if a parameter no longer fits its states or its own memory: its ``data`` was replaced, moved or resized.
+def refuse_fsdp1(param: torch.Tensor) -> None:
+    if hasattr(param, "_fsdp_flattened"):
+        raise UnsupportedTensor(
+            "this parameter belongs to FullyShardedDataParallel (FSDP1), whose shards do not say which part of "
+            "which parameter they are; use torch.distributed.fsdp.fully_shard (FSDP2), with which ALTO is exact"
+        )
+
+
+def check_states(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise if a parameter no longer fits its states: its ``data`` was replaced or moved.
 
     A kernel that went by the old sizes would write into memory that belongs to something else.
     """
@@ -85,21 +129,45 @@ def check_fit(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]
                 f"a parameter of shape {tuple(shape)} on {device} has {key} of shape {tuple(value.shape)} "
                 f"on {value.device}: its data was replaced or moved after a step. Build a new optimizer for it"
             )
-    here = local(param)
-    if type(here) in PLAIN and here.numel() and here.is_contiguous():
+
+
+def check_memory(param: torch.Tensor) -> None:
+    """Raise if a parameter no longer fits its own memory: that was resized, as some frameworks do to free it."""
+    here = param if type(param) in PLAIN else local(param)
+    if type(here) in PLAIN and here.is_contiguous():
+        numel = here.numel()
         available = here.untyped_storage().nbytes() // here.itemsize - here.storage_offset()
-        if available < here.numel():
+        if numel and available < numel:
             raise MisfittingTensor(
                 f"a parameter of shape {tuple(here.shape)} has memory for {max(available, 0)} elements: its storage "
                 "was resized. Restore it before step()"
             )
 
 
-def refuse_capture(device: torch.device) -> None:
-    """Raise while a CUDA graph is captured: it would replay this one step's numbers for good."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def refuse_capture() -> None:
+    """Raise where a CUDA graph would replay this one step's numbers for good."""
+    raise ValueError(
+        "this ALTO's step() cannot be captured in a CUDA graph: the bias corrections and the step count are numbers of "
+        "the host, which a graph would replay for good. Build it with capturable=True, or call step() outside of the "
+        "graph"
+    )
+
+
+def check_capture(plan: StepPlan, ready: Sequence[Ready], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for a step that a graph would not repeat rightly."""
+    if plan.stepped != frozenset(one.planned.place for one in ready):
+        refuse_cold("the last step had gradients of other parameters, or there was none")
+    device = next((one.grad.device for one in ready if one.grad.device.type != "cpu"), None)
+    if device is None or any(one.grad.device != device for one in ready):
+        raise ValueError("a CUDA graph cannot step parameters on the CPU or on two devices: keep them in another ALTO")
+    if any(home_of(group).type != device.type for group in plan.norms.groups):
         raise ValueError(
-            "ALTO's step() cannot be captured in a CUDA graph: the learning rate, the bias corrections and the step "
-            "count are numbers of the host, which a graph would replay for good. Capture forward and backward, and "
-            "call step() outside of the graph"
+            f"a CUDA graph cannot hold the all-reduces of process groups that work on the CPU, such as gloo: make the "
+            f"groups with a backend for {device.type}"
+        )
+    if any(not isinstance(group["lr"], torch.Tensor) or group["lr"].device.type == "cpu" for group in groups):
+        warnings.warn(
+            "ALTO's step() is captured in a CUDA graph with a learning rate on the host, which the graph replays for "
+            f"good. Give lr=torch.tensor(..., device={str(device)!r}), and change it in place",
+            stacklevel=5,
         )

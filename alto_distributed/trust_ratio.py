@@ -49,7 +49,7 @@ def complete(
     """The ratio of each slot, and lr times that, from this rank's sums.
 
     A parameter whose whole gradient is 0 has ratio 0: LAMB's ratio would move it by stale momentum at full length.
-    Under "none" there is no ratio, and the step is AdamW's.
+    Under "none" there is no ratio, and the step is AdamW's. Without a ratio the rate is lr times ``vector_lr``.
     """
     count = len(plan.norms.slots)
     without = [g for g, hyper in enumerate(hypers) if hyper.layerwise == "none"]
@@ -69,15 +69,19 @@ def complete(
                 ratio = trust_ratio(theta_norm[at], r_norm[at], *hyper.eps[1:], one_at_zero=hyper.layerwise != "all")
                 ratios[at] = ratio if hyper.trust_clip is None else ratio.clamp(*hyper.trust_clip)
         for g in without:
-            is_still[plan.group_slots[g].on(sums.device)] = False
+            is_still.index_fill_(0, plan.group_slots[g].on(sums.device), False)
         ratios.masked_fill_(is_still, 0.0)
+    scaled = ratios
+    if any(hyper.vector_lr != 1 for hyper in hypers):
+        vector_lrs = [(ratio_for(group, hyper), hyper.vector_lr) for group, hyper in zip(groups, hypers, strict=True)]
+        scaled = ratios * plan.factors(vector_lrs, ratios)
     rates = [_number(hyper.lr) for hyper in hypers]
     if all(isinstance(rate, float) and rate == rates[0] for rate in rates):
-        return ratios, ratios * rates[0] if rates else ratios
+        return ratios, scaled * rates[0] if rates else scaled
     step_sizes = torch.empty_like(ratios)
     for rate, slots in zip(rates, plan.group_slots, strict=True):
         at = slots.on(ratios.device)
-        step_sizes[at] = ratios[at] * rate
+        step_sizes[at] = scaled[at] * rate
     return ratios, step_sizes
 
 

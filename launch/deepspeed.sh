@@ -10,6 +10,13 @@
 set -euo pipefail
 PY=${PY:-python}
 if [ -n "${HOSTFILE:-}" ]; then
+    # DeepSpeed hands names of hosts to shells, here and there.
+    while read -r line || [ -n "$line" ]; do
+        if ! [[ $line =~ ^([A-Za-z0-9._:-]+[[:space:]]+slots=[0-9]+[[:space:]]*)?(#.*)?$ ]]; then
+            printf '%s has the line "%s", and a line is "host slots=8"\n' "$HOSTFILE" "$line" >&2
+            exit 2
+        fi
+    done <"$HOSTFILE"
     where=(--hostfile "$HOSTFILE")
     world=$(awk -F 'slots=' '{ n += $2 } END { print n + 0 }' <"$HOSTFILE") # as an argument, "a=b" would be an assignment
 else

@@ -24,12 +24,14 @@ PAGES = {
     "configs/deepspeed/README.md": "configs/deepspeed.md",
     "configs/images/README.md": "configs/images.md",
     "configs/megatron/README.md": "configs/megatron.md",
+    "scripts/track3/README.md": "track3.md",
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 
 def _outside() -> dict[str, str]:
-    figures = {str(path.relative_to(ROOT)): path.relative_to(ROOT / EVIDENCE) for path in (ROOT / EVIDENCE).glob("*/*")}
+    files = [*(ROOT / EVIDENCE).glob("*/*"), *(ROOT / EVIDENCE).glob("*.jsonl")]
+    figures = {str(path.relative_to(ROOT)): path.relative_to(ROOT / EVIDENCE) for path in files}
     return {**PAGES, **{source: f"evidence/{place}" for source, place in figures.items() if place.suffix != ".md"}}
 
 

@@ -94,7 +94,7 @@ def step_of(tensors: Sequence[torch.Tensor], layouts: Any, groups: Any, **option
         warnings.simplefilter("ignore")
         optimizer = ALTO(groups, **options)
     optimizer.set_layouts(layouts)
-    optimizer._agreed = _Everything()  # there is nobody to agree with
+    optimizer._plans.agreed = _Everything()  # there is nobody to agree with
     optimizer._skipped.count_later = lambda *_: None  # there is no memory to pin
     counting = Counting()
     for _ in range(2):

@@ -12,7 +12,7 @@ from ..errors import shown
 from ..hyperparameters import Hyperparameters, refuse_unknown
 from ..lamb import LAMB
 from ..optimizer import ALTO
-from ..param_groups import whole_shape
+from ..param_groups import check_embeddings, embedding_parameters, whole_shape
 
 _SGD_NAMES = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 
@@ -58,6 +58,10 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 #: DeepSpeed has a Lamb of its own. The key of its "params" and the value with which ours is meant.
 _ASKED = ("implementation", "alto")
 
+#: A key of "params" that says how bare parameters become groups, and the names that take it.
+_EMBEDDINGS = "embeddings"
+_KNOWS_EMBEDDINGS = ("alto", "alto_lamb")
+
 #: The keys that DeepSpeed reads from the JSON's "optimizer".
 _ENTRY = ("type", "params", "legacy_fusion")
 
@@ -71,6 +75,8 @@ def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Opt
         raise ValueError(
             f'"max_grad_norm" is not a parameter of {name}: set "gradient_clipping" at the top of the DeepSpeed config'
         )
+    if name in _KNOWS_EMBEDDINGS:  # the groups were made by it
+        options = {key: value for key, value in options.items() if key != _EMBEDDINGS}
     return BUILDERS[name](params, **options)
 
 
@@ -100,15 +106,36 @@ def rename_lamb(config: Any) -> None:
         config.optimizer_params = {name: given for name, given in options.items() if name != key}
 
 
-def split_bare_parameters(parameters: list[Any]) -> list[Any]:
-    """Bare parameters into a decayed group and an undecayed one (fewer than two dimensions); groups as they are."""
+def split_bare_parameters(
+    parameters: list[Any], options: Mapping[str, Any] | None = None, model: torch.nn.Module | None = None
+) -> list[Any]:
+    """Bare parameters into a decayed group and an undecayed one (fewer than two dimensions); groups as they are.
+
+    Args:
+        parameters: bare parameters, or groups.
+        options: the JSON's ``params``; with ``"embeddings": "adam"`` in it, embeddings are a group without the ratio.
+        model: the one that the parameters are of.
+
+    Raises:
+        ValueError: there are groups, which say themselves what is in them, and ``"embeddings": "adam"``.
+    """
+    rule = check_embeddings((options or {}).get(_EMBEDDINGS, "ratio"))
     if any(isinstance(p, dict) for p in parameters):
+        if rule == "adam":
+            raise ValueError(
+                f'"{_EMBEDDINGS}": "adam" has no effect on parameter groups that are given; leave it out of the JSON, '
+                "and make the groups with param_groups(model, embeddings='adam')"
+            )
         return parameters
+    embeddings = {id(p) for p in embedding_parameters([model])} if rule == "adam" and model is not None else set()
     trainable = [p for p in parameters if p.requires_grad]
-    decayed = [p for p in trainable if len(whole_shape(p)) >= 2]
+    matrices = [p for p in trainable if len(whole_shape(p)) >= 2]
+    decayed = [p for p in matrices if id(p) not in embeddings]
+    embedded = [p for p in matrices if id(p) in embeddings]
     undecayed = [p for p in trainable if len(whole_shape(p)) < 2]
     groups: list[dict[str, Any]] = [
         {"params": decayed, "name": "decayed"},
+        {"params": embedded, "name": "embeddings", "layerwise": "none"},
         {"params": undecayed, "name": "undecayed", "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

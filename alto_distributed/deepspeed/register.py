@@ -62,7 +62,7 @@ def _configure_optimizer(original: Callable[..., Any], engine: Any, client: Any,
     if client is None and engine.optimizer_name() in BUILDERS:
         refuse_misplaced(engine._config)
         refuse_unsupported(engine, parameters)
-        original(None, split_bare_parameters(parameters))
+        original(None, split_bare_parameters(parameters, engine.optimizer_params(), engine.module))
     elif isinstance(client, OPTIMIZERS):
         _accept_client(engine, client)
         original(client, parameters)

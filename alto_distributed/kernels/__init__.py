@@ -14,9 +14,8 @@ shards of one device at once, so that it may serve many of them with one launch;
 from __future__ import annotations
 
 from .choice import KERNELS, check_kernel, find_fault, kernel_for, kernel_with_skip
-from .proof import Dtypes
 from .protocol import Kernel
-from .shards import Batch, Coefficients, FlatShard, Span
+from .shards import Batch, Coefficients, Dtypes, FlatShard, Span
 
 __all__ = [
     "KERNELS",

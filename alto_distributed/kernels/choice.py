@@ -17,8 +17,8 @@ import torch
 from ..errors import is_one_of, shown
 from . import chunked, foreach, proof, reference
 from .cpu import kernel as native
-from .proof import Dtypes
 from .protocol import Kernel
+from .shards import Dtypes
 from .skip import SkipIf
 from .triton import step as gpu_step
 

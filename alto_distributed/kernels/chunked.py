@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
-from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard
+from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard, flattened
 
 # Buffers of 5 MiB beside 5 MiB of operands stay in a CPU's last-level cache. Much smaller chunks are slower:
 # torch splits an operation over threads only from 32K elements on, and each costs microseconds to start.
@@ -65,7 +65,7 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
         c = shard.coefficients
         for here, slot, ratio in chunks(shard):
             v = shard.exp_avg_sq[here]
-            d = scratch.in_full("gradient", shard.grad[here])
+            d = _gradient(shard, here, scratch)
             sums[NONZERO, slot].add_(d.count_nonzero())
             if shard.grad_ema is not None:
                 d = _adapt(d, shard.grad_ema[here], shard, here.start, scratch)
@@ -99,6 +99,14 @@ def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: N
             theta.addcmul_(r, step_size, value=-factor)
             if theta.dtype != target.dtype:
                 target.copy_(theta)
+
+
+def _gradient(shard: FlatShard, here: slice, scratch: _Scratch) -> torch.Tensor:
+    """What the update takes for the gradient: unscaled, and negated to climb. ``shard.grad`` stays as it is."""
+    g = scratch.in_full("gradient", shard.grad[here])
+    if shard.inverse_scale is None and shard.coefficients.sign == 1:
+        return g
+    return torch.mul(g, shard.gradient_factor, out=scratch.buffer("gradient", g.numel()))
 
 
 def _adapt(g: torch.Tensor, u: torch.Tensor, shard: FlatShard, start: int, scratch: _Scratch) -> torch.Tensor:
@@ -140,7 +148,7 @@ def chunks(shard: FlatShard) -> Iterator[tuple[slice, int, bool]]:
 def _with_scratch(shards: Sequence[FlatShard], sums_dtype: torch.dtype | None) -> Iterator[tuple[FlatShard, _Scratch]]:
     """Each shard with buffers that fit it; shards alike in precision share them."""
     shared: dict[torch.dtype, _Scratch] = {}
-    for shard in shards:
+    for shard in flattened(shards):
         dtype = shard.exp_avg_sq.dtype
         if dtype not in shared:
             shared[dtype] = _Scratch(shard, chunk_length(shard.param.device), sums_dtype)

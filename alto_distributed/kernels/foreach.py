@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .chunked import SMALLEST_DIVISOR
-from .proof import Dtypes
 from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, Rounding
-from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Batch, Coefficients, FlatShard, batch_of
+from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Batch, Coefficients, Dtypes, FlatShard, batch_of, flattened
 
 #: Elements that a block of a foreach operation on CUDA takes, and blocks in a launch.
 BLOCK, BLOCKS = 65536, 320
@@ -67,6 +66,27 @@ class Group:
     def sizes(self) -> list[int]:
         return [part.stop - part.start for part in self.parts]
 
+    @property
+    def factor(self) -> float:
+        """What is left out of the tensors of :func:`_direction`, as in :mod:`.chunked`."""
+        c = self.coefficients
+        if c.weight_decay == 0:
+            return c.scale_and_eps()[0] if self.parts[0].shard.counter is None else 1.0
+        return c.weight_decay if c.weight_decay >= SMALLEST_DIVISOR else 1.0
+
+    def spread(self, numbers: torch.Tensor) -> Tensors:
+        """One number of each part, for all of its elements."""
+        sizes = self.sizes
+        return list(torch.split(torch.cat([x.expand(n) for x, n in zip(numbers.unbind(), sizes, strict=True)]), sizes))
+
+    def scale_and_eps(self, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        """Those of the coefficients, from numbers of steps that are on the device."""
+        beta2, beta3 = self.coefficients.corrected
+        k = torch.stack([part.shard.counter for part in self.parts if part.shard.counter is not None]).double()
+        root = (1 - torch.pow(beta3, k)).sqrt()
+        scale, eps = root / (1 - torch.pow(beta2, k)), root * self.coefficients.eps1
+        return self.spread(scale.to(dtype)), self.spread(eps.to(dtype))
+
 
 class ForeachKernel:
     """A kernel in the sense of :mod:`.protocol`.
@@ -83,7 +103,7 @@ class ForeachKernel:
         return ForeachKernel(skip)
 
     def phase_one(self, shards: Sequence[FlatShard], sums: torch.Tensor) -> list[Group]:
-        batch = batch_of(shards)
+        batch = flattened(batch_of(shards))
         groups = list(_groups(batch))
         squares: list[Found] = []
         kept = 0
@@ -92,12 +112,13 @@ class ForeachKernel:
             parts = (part for group in some for part in group.parts)
             squares += [(NONZERO, part, norm, 1.0) for part, norm in zip(parts, largest, strict=True)]
         measured: list[Found] = []
+        rounded = _with_rounding(groups, batch.kept)
         for group in groups:
             targets = [group.of(name) for name in ("exp_avg", "exp_avg_sq")]
             if group.parts[0].shard.grad_ema is not None:
                 targets.append(group.of("grad_ema"))
             with self._undone(targets):
-                self._moments(group, batch)
+                self._moments(group, *rounded[id(group)])
             if not group.ratio:
                 continue
             r, factor = _direction(group)
@@ -116,13 +137,13 @@ class ForeachKernel:
     def phase_two(
         self, shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: list[Group] | None = None
     ) -> None:
-        groups = list(_groups(batch_of(shards))) if prepared is None else prepared
+        groups = list(_groups(flattened(batch_of(shards)))) if prepared is None else prepared
         narrow: dict[torch.dtype, torch.Tensor] = {}
         for group in groups:
             dtype = group.parts[0].shard.exp_avg_sq.dtype
             if dtype not in narrow:
                 narrow[dtype] = step_sizes.to(dtype)
-            r, factor = (group.direction, _factor(group.coefficients)) if group.direction else _direction(group)
+            r, factor = (group.direction, group.factor) if group.direction else _direction(group)
             group.direction = None
             sizes = group.sizes
             steps = torch.cat([narrow[dtype][p.slot].expand(n) for p, n in zip(group.parts, sizes, strict=True)])
@@ -133,17 +154,19 @@ class ForeachKernel:
                 if theta is not params:
                     torch._foreach_copy_(params, theta)
 
-    def _moments(self, group: Group, batch: Batch) -> None:
+    def _moments(self, group: Group, rounding: Rounding, number: int) -> None:
         c, dtype = group.coefficients, group.parts[0].shard.exp_avg_sq.dtype
         d, _ = _in_full(group.of("grad"), dtype)
-        rounding = Rounding([(p.shard, p.start, p.stop) for p in group.parts], batch.kept)
+        first = group.parts[0].shard
+        if first.inverse_scale is not None or c.sign != 1:
+            d = list(torch._foreach_mul(d, first.gradient_factor))
         if group.parts[0].shard.grad_ema is not None:
             averages = group.of("grad_ema")
             u, flat = _in_full(averages, dtype)
             g, d = d, list(torch._foreach_lerp(d, u, -c.alpha * (1 - c.beta1)))
             torch._foreach_lerp_(u, g, 1 - c.beta1)
             if flat is not None:
-                rounding.store(averages, flat, GRAD_EMA_BITS)
+                rounding.store(number, averages, flat, GRAD_EMA_BITS)
         firsts = group.of("exp_avg")
         m, flat = _in_full(firsts, dtype)
         torch._foreach_lerp_(m, d, 1 - c.beta2)
@@ -151,7 +174,7 @@ class ForeachKernel:
         torch._foreach_mul_(v, c.beta3)
         torch._foreach_addcmul_(v, d, d, 1 - c.beta3)
         if flat is not None:
-            rounding.store(firsts, flat, EXP_AVG_BITS)
+            rounding.store(number, firsts, flat, EXP_AVG_BITS)
 
     @contextlib.contextmanager
     def _undone(self, lists: Sequence[Tensors]) -> Iterator[None]:
@@ -190,6 +213,18 @@ def _groups(shards: Batch) -> Iterator[Group]:
         yield group
 
 
+def _with_rounding(groups: Sequence[Group], kept: dict[Any, Any]) -> dict[int, tuple[Rounding, int]]:
+    """By id of a group: what rounds its states, shared by those at the same step, and its number there."""
+    found: dict[int, tuple[Rounding, int]] = {}
+    by_numbers: dict[int, list[Group]] = {}
+    for group in groups:
+        by_numbers.setdefault(id(group.coefficients), []).append(group)
+    for some in by_numbers.values():
+        rounding = Rounding([[(p.shard, p.start, p.stop) for p in group.parts] for group in some], kept)
+        found.update({id(group): (rounding, number) for number, group in enumerate(some)})
+    return found
+
+
 def _alike(groups: Sequence[Group], name: str) -> list[list[Group]]:
     """Those whose tensors of a name are of one dtype, as a foreach operation wants them."""
     found: dict[torch.dtype, list[Group]] = {}
@@ -209,23 +244,23 @@ def _in_full(tensors: Tensors, dtype: torch.dtype) -> tuple[Tensors, torch.Tenso
     return full, flat
 
 
-def _factor(c: Coefficients) -> float:
-    """What is left out of the tensors of :func:`_direction`, as in :mod:`.chunked`."""
-    if c.weight_decay == 0:
-        return c.scale_and_eps()[0]
-    return c.weight_decay if c.weight_decay >= SMALLEST_DIVISOR else 1.0
-
-
 def _direction(group: Group) -> tuple[Tensors, float]:
     """(x, f) with f x = r = lambda theta + m^ / (sqrt(v^) + eps1)."""
-    c, factor = group.coefficients, _factor(group.coefficients)
-    scale, eps = c.scale_and_eps()
+    c, factor = group.coefficients, group.factor
     v = group.of("exp_avg_sq")
     m, _ = _in_full(group.of("exp_avg"), v[0].dtype)
-    denominator = torch._foreach_sqrt(v)
-    if eps:
-        torch._foreach_add_(denominator, eps)
-    else:  # 0/0 where there has been no gradient yet
+    denominator = list(torch._foreach_sqrt(v))
+    if group.parts[0].shard.counter is None:
+        scale, eps = c.scale_and_eps()
+        if eps:
+            torch._foreach_add_(denominator, eps)
+    else:
+        scale = 1.0
+        scales, epsilons = group.scale_and_eps(v[0].dtype)
+        if c.eps1:
+            torch._foreach_add_(denominator, epsilons)
+        torch._foreach_div_(denominator, scales)
+    if not c.eps1:  # 0/0 where there has been no gradient yet
         torch._foreach_clamp_min_(denominator, torch.finfo(v[0].dtype).tiny)
     if c.weight_decay == 0:
         return list(torch._foreach_div(m, denominator)), factor

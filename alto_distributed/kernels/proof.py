@@ -1,44 +1,30 @@
 """Whether a kernel is right on the very device on which it is to run, found out there.
 
 Both phases run on small tensors of the dtypes in use: odd lengths, misaligned beginnings, padding, slots that several
-tensors share, a gradient of zeros, and a step that is skipped. States must have the bits of the reference on the same
-device, sums and weights may differ by rounding, and a second run must give the same bits.
+tensors share, scaled gradients, a gradient of zeros, and a step that is skipped. States must have the bits of the
+reference on the same device, sums and weights may differ by rounding, and a second run must give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from ..hyperparameters import Hyperparameters
 from . import reference
 from .protocol import Kernel
-from .shards import NONZERO, SUMS, Coefficients, FlatShard, Span
+from .shards import NONZERO, SUMS, Coefficients, Dtypes, FlatShard, Span
 
 _SLOTS = 4
+_CLIMBING = Hyperparameters(maximize=True)
 _STATES = ("grad_ema", "exp_avg", "exp_avg_sq")
 _TENSORS = ("param", "grad", *_STATES)
 # Lengths around what programs take at a time, with a beginning off every alignment; each with spans that leave gaps.
 _PIECES = ((9001, 0), (4097, 1), (515, 3), (1, 0), (31, 2))
 # One rounding of the result; the arithmetic before it is the same operation by operation, up to a square root.
 _ONE_PLACE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-class Dtypes(NamedTuple):
-    """What a kernel is compiled for. Shards alike in these share a launch; for most models that is all of them."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    exp_avg: torch.dtype
-    grad_ema: torch.dtype | None
-
-    @classmethod
-    def of(cls, piece: FlatShard) -> Dtypes:
-        u = piece.grad_ema
-        return cls(piece.param.dtype, piece.grad.dtype, piece.exp_avg.dtype, None if u is None else u.dtype)
 
 
 def complaint(
@@ -96,7 +82,7 @@ def _wrong_with(
 def _two_steps(kernel: Kernel, shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> torch.Tensor:
     sums = torch.zeros(SUMS, _SLOTS, dtype=torch.float64, device=step_sizes.device)
     for k in (1, 2):
-        shards = [replace(shard, coefficients=Coefficients.at_step(Hyperparameters(), k)) for shard in shards]
+        shards = [replace(shard, coefficients=Coefficients.at_step(_CLIMBING, k)) for shard in shards]
         kernel.phase_two(shards, step_sizes, kernel.phase_one(shards, sums))
     return sums
 
@@ -134,8 +120,9 @@ def _shards(device: torch.device, dtypes: Dtypes) -> list[FlatShard]:
             v,
             tensor(dtypes.grad_ema),
             tuple(spans),
-            Coefficients.at_step(Hyperparameters(), 1),
+            Coefficients.at_step(_CLIMBING, 1),
             seed=n + 7,
+            inverse_scale=torch.full((), 0.25, dtype=torch.float32, device=device),
         )
         for span in spans:
             if span.slot == 3:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
-from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard
+from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard, flattened
 
 
 def adapt_gradient(
@@ -63,14 +63,14 @@ def trust_ratio(
 
 
 def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
-    for shard in shards:
+    for shard in flattened(shards):
         c = shard.coefficients
         dtype = shard.exp_avg_sq.dtype
         for start, stop, slot, ratio in shard.spans:
             here = slice(start, stop)
             v = shard.exp_avg_sq[here]
             g, m, theta = (t[here].to(dtype) for t in (shard.grad, shard.exp_avg, shard.param))
-            d = g
+            g = d = shard.as_taken(g)
             if shard.grad_ema is not None:
                 d, u = adapt_gradient(g, shard.grad_ema[here].to(dtype), c.alpha, c.beta1)
                 store(shard.grad_ema[here], u, key_of(shard, GRAD_EMA_BITS), start)
@@ -84,7 +84,7 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
 
 
 def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: None = None) -> None:
-    for shard in shards:
+    for shard in flattened(shards):
         c = shard.coefficients
         dtype = shard.exp_avg_sq.dtype
         for start, stop, slot, _ in shard.spans:

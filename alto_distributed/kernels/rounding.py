@@ -18,6 +18,7 @@ A float32 is rounded by adding the lower 16 of these bits to its own and keeping
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -91,55 +92,79 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 class Rounding:
     """The same for parts of many tensors at once, in a fixed number of operations, all on the device.
 
+    Keys are made once a step for all parts; elements are rounded one list of parts at a time.
+
     Args:
-        parts: shard, first and last element (excluded) of each; none straddles a multiple of 2^32.
+        lists: of parts: shard, first and last element (excluded) of each; none straddles a multiple of 2^32. All are at
+            the same step, or know theirs on the device.
         kept: where what hangs on the parts alone is kept from step to step.
     """
 
-    def __init__(self, parts: Sequence[tuple[FlatShard, int, int]], kept: dict[Any, Any]) -> None:
-        self._parts = parts
+    def __init__(self, lists: Sequence[Sequence[tuple[FlatShard, int, int]]], kept: dict[Any, Any]) -> None:
+        self._parts = list(itertools.chain.from_iterable(lists))
+        ends = list(itertools.accumulate(map(len, lists)))
+        self._slices = [slice(end - len(some), end) for some, end in zip(lists, ends, strict=True)]
         self._kept = kept
-        self._index: torch.Tensor | None = None
+        self._keys: dict[int, torch.Tensor] = {}
+        self._index: tuple[int, torch.Tensor] | None = None
 
-    def store(self, targets: Sequence[torch.Tensor], values: torch.Tensor, which: int) -> None:
-        """Round ``values``, the parts one after the other in float32, and put them into ``targets``.
+    def store(self, number: int, targets: Sequence[torch.Tensor], values: torch.Tensor, which: int) -> None:
+        """Round ``values``, the parts of a list one after the other in float32, and put them into ``targets``.
 
         ``values`` become what was stored.
         """
-        lengths = [stop - start for _, start, stop in self._parts]
-        noise = self._bits(lengths, which, values.device).bitwise_and_(0xFFFF)
+        lengths = [stop - start for _, start, stop in self._parts[self._slices[number]]]
+        inner = self._inner(which, values.device)[self._slices[number]]
+        # As random_bits, in int32: sums and products wrap, and a shift is followed by a mask.
+        x = self._indices(number, lengths, values.device) ^ _expanded(inner, lengths)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+            x.bitwise_xor_((x >> shift).bitwise_and_(_MASK >> shift)).mul_(factor)
+        noise = x.bitwise_xor_(x >> 16).bitwise_and_(0xFFFF)
         rounded = noise.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
         rounded = torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
         torch._foreach_copy_(list(targets), list(torch.split(rounded, lengths)))
         values.copy_(rounded)
 
-    def _bits(self, lengths: Sequence[int], which: int, device: torch.device) -> torch.Tensor:
-        """As :func:`random_bits`, in int32: sums and products wrap, and a shift is followed by a mask."""
-        seeds, upper, offsets = self._constants(lengths, device)
-        if self._index is None:
-            self._index = torch.arange(sum(lengths), dtype=torch.int32, device=device)
-            self._index += _expanded(offsets, lengths)
-        step = self._parts[0][0].coefficients.step
-        key = _mix(_mix((seeds + 0x9E3779B9 * step).bitwise_and_(_MASK)).add_(which).bitwise_and_(_MASK))
-        inner = _mix(key.add_(upper).bitwise_and_(_MASK))
-        x = self._index ^ _expanded(inner.to(torch.int32), lengths)
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-            x.bitwise_xor_((x >> shift).bitwise_and_(_MASK >> shift)).mul_(factor)
-        return x.bitwise_xor_(x >> 16)
+    def _indices(self, number: int, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """The lower halves of the indices of all elements of a list. Those of the last one asked for are kept."""
+        if self._index is None or self._index[0] != number:
+            index = torch.arange(sum(lengths), dtype=torch.int32, device=device)
+            index += _expanded(self._constants(device)[2][self._slices[number]].to(torch.int32), lengths)
+            self._index = number, index
+        return self._index[1]
 
-    def _constants(self, lengths: Sequence[int], device: torch.device) -> Sequence[torch.Tensor]:
-        """Of each part: its seed, the upper half of its indices, and what to add to a place for an index."""
+    def _inner(self, which: int, device: torch.device) -> torch.Tensor:
+        """mix(key + (i >> 32)) of each part."""
+        if which not in self._keys:
+            seeds, upper, _ = self._constants(device)
+            key = _mix(_mix((seeds + 0x9E3779B9 * self._step()).bitwise_and_(_MASK)).add_(which).bitwise_and_(_MASK))
+            self._keys[which] = _mix(key.add_(upper).bitwise_and_(_MASK)).to(torch.int32)
+        return self._keys[which]
+
+    def _step(self) -> int | torch.Tensor:
+        """k, or one a part where it is on the device."""
+        counters = [shard.counter for shard, _, _ in self._parts if shard.counter is not None]
+        return torch.stack(counters).long() if counters else self._parts[0][0].coefficients.step
+
+    def _constants(self, device: torch.device) -> Sequence[torch.Tensor]:
+        """Of each part: its seed, the upper half of its indices, and what makes a place in its list an index."""
         key = "rounding", tuple((shard.place, start, stop, shard.seed) for shard, start, stop in self._parts)
         if key not in self._kept:
-            rows, place = [], 0
-            for (shard, start, _), length in zip(self._parts, lengths, strict=True):
-                lower = (start - place) & _MASK
-                rows.append((shard.seed & _MASK, start >> 32, lower - 2**32 if lower >= 2**31 else lower))
-                place += length
-            table = torch.tensor(rows, dtype=torch.int64, device="cpu").T.contiguous().to(device)
-            self._kept[key] = table[0], table[1], table[2].to(torch.int32)
+            rows = []
+            for some in self._slices:
+                place = 0
+                for shard, start, stop in self._parts[some]:
+                    rows.append((shard.seed & _MASK, start >> 32, _wrapped(start - place)))
+                    place += stop - start
+            self._kept[key] = torch.tensor(rows, dtype=torch.int64, device="cpu").T.contiguous().to(device)
         found: Sequence[torch.Tensor] = self._kept[key]
         return found
+
+
+def _wrapped(number: int) -> int:
+    """Modulo 2^32, as an int32."""
+    number &= _MASK
+    return number - 2**32 if number >= 2**31 else number
 
 
 def _expanded(numbers: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ..hyperparameters import Hyperparameters
-from ..spans import NONZERO, R_SQUARED, SUMS, THETA_SQUARED, Span
+from ..spans import NONZERO, PLAIN, R_SQUARED, SUMS, THETA_SQUARED, Span
 
-__all__ = ["NONZERO", "R_SQUARED", "SUMS", "THETA_SQUARED", "Batch", "Coefficients", "FlatShard", "Span", "batch_of"]
+__all__ = [
+    "NONZERO",
+    "R_SQUARED",
+    "SUMS",
+    "THETA_SQUARED",
+    "Batch",
+    "Coefficients",
+    "Dtypes",
+    "FlatShard",
+    "Memory",
+    "Span",
+    "batch_of",
+    "flattened",
+    "memory_of",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,9 @@ class Coefficients:
     """1 - beta3^k, or 1 without bias correction."""
     step: int = 1
     """k itself: the bits of stochastic rounding hang on it."""
+    sign: float = 1.0
+    """-1 to climb: what the gradient is multiplied by."""
+    bias_correction: bool = True
 
     @classmethod
     def at_step(cls, hyper: Hyperparameters, k: int) -> Coefficients:
@@ -47,7 +64,14 @@ class Coefficients:
             correction2=1.0 - beta2**k if corrected else 1.0,
             correction3=1.0 - beta3**k if corrected else 1.0,
             step=k,
+            sign=-1.0 if hyper.maximize else 1.0,
+            bias_correction=corrected,
         )
+
+    @property
+    def corrected(self) -> tuple[float, float]:
+        """What the corrections of the moments are powers of: the betas, or 0 without bias correction."""
+        return (self.beta2, self.beta3) if self.bias_correction else (0.0, 0.0)
 
     def scale_and_eps(self) -> tuple[float, float]:
         """(s, e) such that m^ / (sqrt(v^) + eps1) = s*m / (sqrt(v) + e): the fast kernels' form of the direction."""
@@ -55,9 +79,56 @@ class Coefficients:
         return root / self.correction2, self.eps1 * root
 
 
+class Dtypes(NamedTuple):
+    """What a kernel is compiled for. Shards alike in these share a launch; for most models that is all of them."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    exp_avg: torch.dtype
+    grad_ema: torch.dtype | None
+
+    @classmethod
+    def of(cls, piece: FlatShard) -> Dtypes:
+        u = piece.grad_ema
+        return cls(piece.param.dtype, piece.grad.dtype, piece.exp_avg.dtype, None if u is None else u.dtype)
+
+
+class Memory(NamedTuple):
+    """Where the tensors of a shard begin and what they are made of, for kernels that go by addresses."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]
+    """Of param, grad, exp_avg, exp_avg_sq and grad_ema; None and address 0 for one that is not there."""
+    addresses: tuple[int, int, int, int, int]
+
+
+def memory_of(
+    param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, u: torch.Tensor | None
+) -> Memory | None:
+    """None unless all are of one shape on one device, with their elements side by side in their own memory.
+
+    For many small tensors most of a step's time goes by here. So each is asked for everything at once.
+    """
+    shape, device = param.shape, param.device
+    if grad.layout != torch.strided:  # a sparse tensor cannot be asked whether it is contiguous
+        return None
+    for t in (param, grad, m, v) if u is None else (param, grad, m, v, u):
+        if not (type(t) in PLAIN and t.is_contiguous()) or t.shape != shape or t.device != device:
+            return None
+    if grad.is_neg() or param.is_neg():  # the elements are not there as their values
+        return None
+    return Memory(
+        device,
+        (param.dtype, grad.dtype, m.dtype, v.dtype, None if u is None else u.dtype),
+        (param.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(), 0 if u is None else u.data_ptr()),
+    )
+
+
 @dataclass(slots=True)
 class FlatShard:
-    """One flat local tensor with its gradient and states; all one-dimensional and of one length.
+    """One local tensor with its gradient and states, of one length, their elements in the same order in memory.
+
+    They may have any shape: what counts is the order. :func:`flattened` makes views of one dimension.
 
     Arithmetic is in the precision of ``exp_avg_sq``, float32 or float64. ``exp_avg`` and ``grad_ema`` have that
     too, or are bfloat16, to which they are rounded stochastically when they are stored (:mod:`.rounding`).
@@ -75,6 +146,27 @@ class FlatShard:
     """Of stochastic rounding: the same on all replicas, another for every tensor."""
     place: int = 0
     """Of its tensor in the plan of a step; kernels keep what they know about it under this number."""
+    inverse_scale: torch.Tensor | None = None
+    """One number on the device that the gradient is multiplied by as it is read: 1 / the scale of a GradScaler."""
+    counter: torch.Tensor | None = None
+    """k on the device, where the host does not know it: under ``capturable``. Then the corrections and the step of
+    ``coefficients`` are not used."""
+    found: Memory | None = None
+    """What :func:`memory_of` gave for these very tensors, if somebody has asked already."""
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.found or memory_of(self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.grad_ema)
+
+    @property
+    def gradient_factor(self) -> float | torch.Tensor:
+        """What a kernel multiplies the gradient by, in the precision of the arithmetic."""
+        sign = self.coefficients.sign
+        return sign if self.inverse_scale is None else self.inverse_scale * sign
+
+    def as_taken(self, g: torch.Tensor) -> torch.Tensor:
+        """What the update takes for elements of the gradient, which are in the precision of the arithmetic."""
+        return g if self.inverse_scale is None and self.coefficients.sign == 1 else g * self.gradient_factor
 
 
 class Batch(list[FlatShard]):
@@ -99,3 +191,22 @@ def batch_of(shards: Iterable[FlatShard]) -> Batch:
     for place, shard in enumerate(batch):
         shard.place = place
     return batch
+
+
+def flattened(shards: Sequence[FlatShard]) -> Batch:
+    """The same shards as views of one dimension, for kernels that index them."""
+    kept = shards.kept if isinstance(shards, Batch) else None
+    return Batch([shard if shard.param.ndim == 1 else _flat(shard) for shard in shards], kept)
+
+
+def _flat(shard: FlatShard) -> FlatShard:
+    u = shard.grad_ema
+    return replace(
+        shard,
+        param=shard.param.view(-1),
+        grad=shard.grad.reshape(-1),
+        exp_avg=shard.exp_avg.view(-1),
+        exp_avg_sq=shard.exp_avg_sq.view(-1),
+        grad_ema=None if u is None else u.view(-1),
+        found=None,
+    )

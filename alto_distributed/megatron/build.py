@@ -8,7 +8,7 @@ which has no state yet, and then the algorithm is exchanged.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from .. import states, version
 from ..diagnostics import Reading
 from ..hyperparameters import Hyperparameters
 from ..optimizer import ALTO
+from ..param_groups import embedding_parameters
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import config as configs
+from . import precision_aware
 from .distributed import AltoDistributedOptimizer
+from .fsdp import AltoFSDPOptimizer, is_fsdp
 from .layout import LayoutBuilder
 from .nonfinite import skip_nonfinite
 from .refuse import refuse_unsupported
@@ -39,7 +42,7 @@ WRAPPERS: dict[type, type] = {
 }
 
 #: Of the config, besides hyperparameters: what must be the same on all ranks.
-_OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", *states.STATE_DTYPES)
+_OPTIONS = ("embeddings", "kernel", "diagnostics_every", "skip_nonfinite", *states.STATE_DTYPES)
 
 
 def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
@@ -52,7 +55,8 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
 
     name, config.optimizer = config.optimizer, "adam"
     try:
-        built = original(*bound.args, **bound.kwargs)
+        with precision_aware.hidden(config):
+            built = original(*bound.args, **bound.kwargs)
     finally:
         config.optimizer = name
 
@@ -63,7 +67,8 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
                 f"ALTO does not know how Megatron's {type(wrapper).__name__} shards parameters. It works with "
                 f"{', '.join(known.__name__ for known in WRAPPERS)}: turn off the feature that brings this one in"
             )
-    layouts = LayoutBuilder(model_chunks, bound.arguments.get("pg_collection"))
+    plain = _embeddings(model_chunks) if configs.of(config, "embeddings") == "adam" else ()
+    layouts = LayoutBuilder(model_chunks, bound.arguments.get("pg_collection"), plain)
     if bound.arguments.get("pg_collection") is None:  # else this model's ranks need not be all of the job's
         _require_agreement(config, hyper, layouts)
     for wrapper in wrappers:
@@ -72,6 +77,13 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
         if configs.of(config, "skip_nonfinite"):
             skip_nonfinite(wrapper)
     return built
+
+
+def _embeddings(model_chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Weights of embeddings, and an output layer's on another pipeline stage that must stay equal to one."""
+    yield from embedding_parameters(model_chunks)
+    for chunk in model_chunks:
+        yield from (param for param in chunk.parameters() if getattr(param, "shared_embedding", False))
 
 
 def _require_agreement(config: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> None:
@@ -128,9 +140,12 @@ def _exchange(wrapper: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> N
 
     wrapper.optimizer = alto
     wrapper.init_state_fn = _initialize_state
-    wrapper.__class__ = WRAPPERS[type(wrapper)]
-    alto.set_layouts(*layouts.build(wrapper))
-    if isinstance(wrapper, AltoDistributedOptimizer):
+    if is_fsdp(wrapper):
+        wrapper.__class__ = AltoFSDPOptimizer
+    else:
+        wrapper.__class__ = WRAPPERS[type(wrapper)]
+        alto.set_layouts(*layouts.build(wrapper))
+    if isinstance(wrapper, (AltoDistributedOptimizer, AltoFSDPOptimizer)):
         wrapper.prepare_for_alto()
 
 

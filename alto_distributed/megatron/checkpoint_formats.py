@@ -36,7 +36,7 @@ def refuse_format(wrapper: Any, name: str | None, is_loading: bool) -> None:
         )
     if name == "fsdp_dtensor":
         raise ValueError(
-            "fsdp_dtensor is the format of Megatron-FSDP, which ALTO is not for; use dp_reshardable or "
+            "fsdp_dtensor is the format of Megatron-FSDP (--use-megatron-fsdp); without it use dp_reshardable or "
             "fully_reshardable"
         )
     if name == "fully_reshardable" and not is_loading and corrupts_fully_reshardable(wrapper):

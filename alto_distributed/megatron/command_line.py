@@ -20,7 +20,9 @@ from megatron.core.optimizer import OptimizerConfig
 
 from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
+from ..param_groups import EMBEDDING_RULES
 from ..states import DTYPES
+from . import precision_aware
 from .config import LAMB, NAME, NAMES, AltoOptimizerConfig
 
 #: Flag -> the field of AltoOptimizerConfig that it sets, what argparse should know, and what it means.
@@ -49,6 +51,16 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
         "alto_trust_clip",
         {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")},
         "limits of the layer-wise ratio",
+    ),
+    "--alto-vector-lr": (
+        "alto_vector_lr",
+        {"type": float, "metavar": "FACTOR"},
+        "factor on the learning rate of parameters without the layer-wise ratio",
+    ),
+    "--alto-embeddings": (
+        "alto_embeddings",
+        {"choices": EMBEDDING_RULES},
+        "embeddings with the layer-wise ratio, or as Adam moves them",
     ),
     "--no-alto-bias-correction": (
         "alto_bias_correction",
@@ -144,10 +156,11 @@ def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
     if args.optimizer not in NAMES:
         return original(args, *rest, **kwargs)
     # Before the minutes that it takes to build a large model.
-    precision_aware = args.use_precision_aware_optimizer
-    AltoOptimizerConfig(optimizer=args.optimizer, use_precision_aware_optimizer=precision_aware, **_given(args))
+    AltoOptimizerConfig(optimizer=args.optimizer, **_given(args))
     with _masked_as_adam(args):
-        return original(args, *rest, **kwargs)
+        validated = original(args, *rest, **kwargs)
+    precision_aware.check(args)  # by now they are dtypes
+    return validated
 
 
 def _print_args(original: Callable[..., Any], title: str, args: Any) -> None:
@@ -166,11 +179,12 @@ def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any) -> A
     _refuse_flags_of_another_optimizer(args)
     if args.optimizer not in NAMES:
         return original(args)
-    with _masked_as_adam(args):
+    with _masked_as_adam(args), precision_aware.hidden(args):
         config, *rest = original(args)
     if not isinstance(config, OptimizerConfig):
         raise ValueError(_unknown(f"get_megatron_optimizer_config returns a {type(config).__name__} first"))
     known = {f.name: getattr(config, f.name) for f in fields(AltoOptimizerConfig) if f.init and hasattr(config, f.name)}
+    known.update({name: getattr(args, name) for name in precision_aware.FIELDS if hasattr(args, name)})
     known["alto_checkpoint_format"] = _checkpoint_format(args)
     return AltoOptimizerConfig(**{**known, **_given(args), "optimizer": args.optimizer}), *rest
 

@@ -12,7 +12,9 @@ from megatron.core.optimizer import OptimizerConfig
 from ..diagnostics import Diagnostics
 from ..hyperparameters import DEFAULT_LR, Hyperparameters
 from ..kernels import check_kernel
+from ..param_groups import check_embeddings
 from ..states import STATE_DTYPES, check_dtype
+from . import precision_aware
 
 NAME = "alto"
 
@@ -50,6 +52,12 @@ class AltoOptimizerConfig(OptimizerConfig):
     alto_trust_clip: tuple[float, float] | None = Hyperparameters.trust_clip
     """(low, high), limits of the layer-wise ratio; None for no limits."""
 
+    alto_vector_lr: float = Hyperparameters.vector_lr
+    """Factor on the learning rate of parameters without the layer-wise ratio."""
+
+    alto_embeddings: str = "ratio"
+    """"adam": embeddings, and an output layer that shares their weights, go without the layer-wise ratio."""
+
     alto_bias_correction: bool = Hyperparameters.bias_correction
     """False is the paper's "ALTO Vanilla"."""
 
@@ -76,8 +84,6 @@ class AltoOptimizerConfig(OptimizerConfig):
     model is then refused when the optimizer is built, not at the first save."""
 
     def __post_init__(self) -> None:
-        if self.use_precision_aware_optimizer:  # Megatron would fail an assertion that names Adam
-            raise ValueError(PRECISION_AWARE)
         check(self)
         super().__post_init__()
 
@@ -114,16 +120,12 @@ class AltoOptimizerConfig(OptimizerConfig):
         )
 
 
-PRECISION_AWARE = (
-    "ALTO under Megatron: the precision-aware optimizer keeps its states inside TransformerEngine's Adam; set "
-    "use_precision_aware_optimizer=False (leave out --use-precision-aware-optimizer)"
-)
-
-
 def of(config: OptimizerConfig, name: str) -> Any:
     """A value of ALTO's own; a plain OptimizerConfig has the defaults."""
     if name == "alpha" and is_lamb(config):
         return 0.0
+    if name in STATE_DTYPES and precision_aware.asks_for_bf16(config, name):
+        return "bfloat16"
     return getattr(config, f"alto_{name}", getattr(AltoOptimizerConfig, f"alto_{name}"))
 
 
@@ -138,6 +140,7 @@ def check(config: OptimizerConfig) -> Hyperparameters:
     alpha = getattr(config, "alto_alpha", 0)
     if is_lamb(config) and alpha not in (0, AltoOptimizerConfig.alto_alpha):
         raise ValueError(f'alto_alpha={alpha} has no effect on LAMB; set optimizer="{NAME}" (--optimizer {NAME})')
+    precision_aware.check(config)
     check_kernel(of(config, "kernel"))
     Diagnostics(of(config, "diagnostics_every"))
     for name in STATE_DTYPES:
@@ -145,7 +148,8 @@ def check(config: OptimizerConfig) -> Hyperparameters:
     for name in ("bias_correction", "skip_nonfinite", "adopt"):
         if not isinstance(of(config, name), bool):
             raise ValueError(f"alto_{name}={of(config, name)!r} must be True or False")
-    names = ("betas", "alpha", "eps", "layerwise", "bias_correction", "trust_clip")
+    check_embeddings(of(config, "embeddings"), "alto_embeddings")
+    names = ("betas", "alpha", "eps", "layerwise", "bias_correction", "trust_clip", "vector_lr")
     return Hyperparameters(lr=config.lr, weight_decay=config.weight_decay, **{name: of(config, name) for name in names})
 
 

@@ -13,7 +13,7 @@ from ..hyperparameters import ADDED_LATER
 from ..states import GRAD_EMA, GRAD_EMA_BETA1, STEP
 
 #: Hyperparameters that Megatron's scheduler does not set: a resumed run has the checkpoint's.
-_FIXED = ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip")
+_FIXED = ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip", "vector_lr")
 
 #: What the scheduler makes the rate and the decay of a group from. Since 0.19 Megatron pairs groups by these too.
 _SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")

@@ -5,6 +5,8 @@
     Float16OptimizerWithFloat16Params   a float32 clone, or the parameter         TP
     DistributedOptimizer                a flat float32 piece (a clone or a view)  the wrapper's data-parallel group, TP
 
+Experts that share a parameter (:mod:`.experts`) have a segment each.
+
 TP only for parameters that say ``tensor_model_parallel``; experts have a tensor-parallel group of their
 own. The wrapper's data-parallel group covers context parallelism, is confined to one optimizer instance,
 and for experts is theirs: all as the buffers were cut.
@@ -12,7 +14,7 @@ and for experts is theirs: all as the buffers were cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from ..sharding import LogicalParameter, Segment, ShardLayout
 from ..sharding.collective import everyone
 from ..sharding.proof import ModelWeight, require_proved
+from .experts import packed_experts
 from .versions import missing
 
 _FIELDS = (
@@ -40,12 +43,20 @@ class LayoutBuilder:
         model_chunks: the model's chunks on this rank; names of parameters come from them, and are the same
             on all ranks of a data-parallel or tensor-parallel group, which share a pipeline stage.
         process_groups: the ``ProcessGroupCollection`` that was given to Megatron, if any.
+        without_ratio: parameters that go without the layer-wise ratio whatever their groups say.
     """
 
-    def __init__(self, model_chunks: Sequence[torch.nn.Module], process_groups: Any = None) -> None:
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        process_groups: Any = None,
+        without_ratio: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._without_ratio = {id(param) for param in without_ratio}
         self.names: dict[torch.Tensor, str] = {
             param: f"{i}.{name}" for i, chunk in enumerate(model_chunks) for name, param in chunk.named_parameters()
         }
+        self._experts = packed_experts(model_chunks)
         # A collection may be of some ranks of the job only, and nobody says which.
         self._checked_with = everyone() if process_groups is None else None
         self.tensor_parallel = _group(process_groups, "tp", parallel_state.get_tensor_model_parallel_group)
@@ -62,19 +73,23 @@ class LayoutBuilder:
             layouts, joined = self._read(wrapper)
         except AttributeError as error:
             raise missing(str(error)) from error
-        weights = {self.names[param]: ModelWeight(param) for param, _ in main_parameters(wrapper)}
+        weights = {
+            logical.name: ModelWeight(piece)
+            for param, _ in main_parameters(wrapper)
+            for logical, piece in zip(self._logicals(param), self._pieces(param), strict=True)
+        }
         read_from = f"megatron-core {megatron_version}, {type(wrapper).__name__}: {_FIELDS}"
         require_proved(layouts, weights, read_from, self._checked_with)
         return layouts, joined
 
     def _read(self, wrapper: Any) -> tuple[dict[torch.Tensor, ShardLayout], list[LogicalParameter]]:
         if not isinstance(wrapper, DistributedOptimizer):
-            whole = {tensor: self._logical(param) for param, tensor in main_parameters(wrapper)}
-            return {tensor: ShardLayout.whole(logical, tensor.numel()) for tensor, logical in whole.items()}, []
+            whole = {tensor: self._logicals(param) for param, tensor in main_parameters(wrapper)}
+            return {tensor: _layout(logicals, 0, tensor.numel()) for tensor, logicals in whole.items()}, []
 
         # Every rank sums every parameter of the buffers, in pieces that may be empty.
         every = {
-            param: self._logical(param, wrapper.data_parallel_group)
+            param: self._logicals(param, wrapper.data_parallel_group)
             for buffer in wrapper.buffers
             for param in buffer.param_index_map
         }
@@ -83,21 +98,51 @@ class LayoutBuilder:
             held = wrapper._get_model_param_range_map(param)["param"]
             if shard.numel() != held.end - held.start:
                 raise ValueError(
-                    f"{every[param].name}: Megatron says that this rank holds elements {held.start} to {held.end}, and "
+                    f"{self.names[param]}: Megatron says that this rank holds elements {held.start} to {held.end}, and "
                     f"its optimizer has {shard.numel()} of them; the distributed optimizer is not as we know it"
                 )
-            layouts[shard] = ShardLayout(shard.numel(), [Segment(every[param], 0, shard.numel(), held.start)])
-        return layouts, list(every.values())
+            layouts[shard] = _layout(every[param], held.start, param.numel(), shard.numel())
+        return layouts, [logical for logicals in every.values() for logical in logicals]
 
-    def _logical(self, param: torch.Tensor, *shard_groups: Any) -> LogicalParameter:
+    def _pieces(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The elements of each logical parameter in one of the model."""
+        packed = self._experts.get(param)
+        return [param] if packed is None else list(param.detach().reshape(packed.count, -1))
+
+    def _logicals(self, param: torch.Tensor, *shard_groups: Any) -> list[LogicalParameter]:
+        """What one parameter of the model holds, end to end: itself, or several experts."""
         is_expert = not getattr(param, "allreduce", True)
         tensor_parallel = self.expert_tensor_parallel if is_expert else self.tensor_parallel
-        shape, groups = list(param.shape), list(shard_groups)
+        packed = self._experts.get(param)
+        shape, groups = list(param.shape if packed is None else packed.shape(param.shape)), list(shard_groups)
         if getattr(param, "tensor_model_parallel", False) and tensor_parallel is not None:
             groups.append(tensor_parallel)
             if shape:
-                shape[max(getattr(param, "partition_dim", 0), 0)] *= tensor_parallel.size()
-        return LogicalParameter(self.names[param], tuple(shape), tuple(groups))
+                dim = max(getattr(param, "partition_dim", 0), 0)
+                shape[min(dim, len(shape) - 1)] *= tensor_parallel.size()  # packed experts have a dimension less
+        name, about = self.names[param], (tuple(shape), tuple(groups), id(param) not in self._without_ratio)
+        if packed is None:
+            return [LogicalParameter(name, *about)]
+        first = packed.count * parallel_state.get_expert_model_parallel_rank()
+        return [LogicalParameter(f"{name}, expert {first + i}", *about) for i in range(packed.count)]
+
+
+def _layout(logicals: Sequence[LogicalParameter], start: int, whole: int, numel: int | None = None) -> ShardLayout:
+    """The layout of elements [start, start + numel) of a parameter that holds equal parts of some logical ones.
+
+    Args:
+        logicals: what it holds, end to end.
+        start: the first element of the local tensor.
+        whole: elements of the parameter.
+        numel: elements of the local tensor; None for all.
+    """
+    end, each = start + (whole if numel is None else numel), whole // len(logicals)
+    segments = []
+    for i, logical in enumerate(logicals):
+        low, high = max(start, i * each), min(end, (i + 1) * each)
+        if low < high:
+            segments.append(Segment(logical, low - start, high - low, low - i * each))
+    return ShardLayout(end - start, segments)
 
 
 def main_parameters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -19,6 +19,7 @@ import torch
 
 from ..nonfinite import flag_over
 from ..sharding.collective import everyone
+from ..sharding.dtensor import local
 
 
 def skip_nonfinite(wrapper: Any) -> None:
@@ -34,7 +35,7 @@ def _asking(wrapper: Any, prepare_grads: Callable[[], bool]) -> Callable[[], boo
     def prepare() -> bool:
         found = bool(prepare_grads())
         groups = [] if wrapper.optimizer is None else wrapper.optimizer.param_groups
-        gradients = (p.grad for group in groups for p in group["params"] if p.grad is not None)
+        gradients = (local(p.grad) for group in groups for p in group["params"] if p.grad is not None)
         flag = flag_over(everyone(wrapper.get_grad_stats_parallel_group()), gradients)
         return found or bool(flag.item())
 

@@ -10,24 +10,20 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 
 from ..sharding.dtensor import is_dtensor
-from . import config as configs
+from .experts import packed_experts
+from .fsdp import is_fsdp
 
 #: What Megatron's scheduler and ours read from a parameter group.
 _OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "is_decoupled_lr")
 
-#: Fields of Megatron's TransformerConfig, from 0.18 on: experts as one parameter of TransformerEngine's.
-_PACKED = ("moe_single_grouped_weight", "moe_single_grouped_bias")
-
 
 def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], overrides: Any) -> None:
     """Raise a ValueError for the first thing that ALTO must not be used with."""
-    for problem in (*_in_config(config), *_in_overrides(overrides or {}), *_in_model(model_chunks)):
+    for problem in (*_in_config(config), *_in_overrides(overrides or {}), *_in_model(config, model_chunks)):
         raise ValueError(f"ALTO under Megatron: {problem}")
 
 
 def _in_config(config: Any) -> Iterator[str]:
-    if config.use_precision_aware_optimizer:
-        raise ValueError(configs.PRECISION_AWARE)
     if config.optimizer_cpu_offload:
         yield (
             "optimizer_cpu_offload splits the parameters between Adam on the CPU and Adam on the GPU; leave out "
@@ -59,14 +55,19 @@ def _in_overrides(overrides: Mapping[Any, Mapping[str, Any]]) -> Iterator[str]:
                 )
 
 
-def _in_model(model_chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+def _in_model(config: Any, model_chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
     for chunk in model_chunks:
-        if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) or "FullyShardedDataParallel" in (
-            type(chunk).__name__
-        ):
+        if type(chunk).__name__ == "TorchFullyShardedDataParallel":
             yield (
-                "Megatron-FSDP keeps parameters and states in its own buffers; use the distributed optimizer "
-                "(--use-distributed-optimizer without --use-megatron-fsdp or --use-torch-fsdp2)"
+                "torch's FSDP2 inside Megatron has not been tested; use Megatron-FSDP (--use-megatron-fsdp) or the "
+                "distributed optimizer (--use-distributed-optimizer), without --use-torch-fsdp2"
+            )
+        if is_fsdp(chunk) and not config.use_distributed_optimizer:
+            yield "Megatron-FSDP needs use_distributed_optimizer=True (--use-distributed-optimizer)"
+        if is_fsdp(chunk) and config.use_precision_aware_optimizer:
+            yield (
+                "with Megatron-FSDP, use_precision_aware_optimizer hands gradients to TransformerEngine's Adam; leave "
+                "out --use-precision-aware-optimizer, and choose with --alto-exp-avg-dtype bfloat16"
             )
         model: Any = getattr(chunk, "config", None)
         if getattr(model, "use_mup", False):
@@ -84,21 +85,13 @@ def _in_model(model_chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
                 "wrong groups unless expert_tensor_parallel_size equals tensor_model_parallel_size; make them equal, "
                 "or set expert_model_parallel_size above 1"
             )
-        for module in chunk.modules():
-            if any(cls.__name__ == "GroupedMLP" for cls in type(module).__mro__):
-                yield (
-                    "GroupedMLP packs all experts of a rank into one tensor, so that the layer-wise ratio would depend "
-                    "on expert parallelism; use SequentialMLP (leave out --moe-grouped-gemm) or TEGroupedMLP "
-                    "(TransformerEngine installed, without --moe-use-legacy-grouped-gemm)"
-                )
-            for field in _PACKED:
-                if getattr(getattr(module, "config", None), field, False):
-                    yield (
-                        f"{field}=True packs all experts of a rank into one tensor, and a layer-wise ratio of it would "
-                        f"depend on expert parallelism; set {field}=False (leave out --{field.replace('_', '-')})"
-                    )
+        if is_fsdp(chunk) and packed_experts([chunk]):
+            yield (
+                "with Megatron-FSDP, experts that share a parameter would share a layer-wise ratio; leave out "
+                "--moe-use-legacy-grouped-gemm and --moe-single-grouped-weight"
+            )
         for name, param in chunk.named_parameters():
-            if is_dtensor(param):
+            if is_dtensor(param) and not is_fsdp(chunk):
                 yield f"{name} is a DTensor; use Megatron's own DistributedDataParallel"
             if is_float8tensor(param):
                 yield f"{name} is kept in fp8, which has not been tested; leave out --fp8-param-gather"

@@ -8,9 +8,12 @@ import sys
 from typing import Any
 
 from megatron.core import optimizer as core_optimizer
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
+from ..param_groups import know_embedding
 from .build import build
 from .config import NAMES
+from .precision_aware import accept_in_plain_configs
 from .versions import check_version
 
 _FUNCTION = "get_megatron_optimizer"
@@ -26,6 +29,8 @@ def register() -> None:
     if getattr(original, "knows_alto", False):
         return
     check_version()
+    know_embedding(VocabParallelEmbedding)
+    accept_in_plain_configs(NAMES)
     signature = inspect.signature(original)
 
     @functools.wraps(original)

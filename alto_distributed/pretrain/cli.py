@@ -24,7 +24,7 @@ from .config.settings import Run
 from .console import log_lines
 from .memory import estimate
 from .memory import usage as memory
-from .optimizers import arguments
+from .optimizers import arguments, describe
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     pretraining.add_argument("--optimizer", help="overrides optimizer.name, with that optimizer's own defaults")
     pretraining.add_argument("--into", type=Path, help="directory of the run (default: runs/CONFIG-ENGINE-OPTIMIZER)")
     pretraining.add_argument("--stop-at", type=int, metavar="STEP", help="stop there with a checkpoint, to go on later")
+    pretraining.add_argument("--other-data", action="store_true", help="go on with other data than the checkpoint's")
     pretraining.add_argument("--dry-run", action="store_true", help="print what would run, memory and batch arithmetic")
     pretraining.add_argument("--world", type=int, metavar="RANKS", help="for --dry-run: how many ranks there would be")
     pretraining.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
@@ -117,7 +118,7 @@ def _pretrain(options: argparse.Namespace) -> None:
     from .trainer import train
 
     try:
-        steps = train(run, directory, options.stop_at)
+        steps = train(run, directory, options.stop_at, other_data=options.other_data)
         shutdown()
     except RuntimeError as error:
         reason = lost_rank(error)
@@ -173,7 +174,7 @@ def plan(run: Run, world: int, directory: Path) -> str:
             + (f" = {data_parallel} data-parallel x {model_parallel} model-parallel" if model_parallel > 1 else ""),
             f"model       {memory.parameter_count(run):,} parameters, {m.layers} layers, hidden {m.hidden}, "
             f"sequence {m.sequence}",
-            f"optimizer   {run.optimizer.name}, lr {run.optimizer.lr:g}",
+            f"optimizer   {describe(run)}",
             f"batch       {t.micro_batch} micro x {accumulation} accumulated x {data_parallel} data-parallel = "
             f"{t.global_batch} samples, {t.global_batch * m.sequence:,} tokens a step, {t.iterations} steps",
             f"memory      about {_gib(need.total + activations)} a rank: {parts}{offloaded}",

@@ -77,6 +77,11 @@ def damage(
     return f"changed since it was written: its checksum is another{size_too}"
 
 
+def checksum_of_json(content: Any) -> str:
+    """Of what a manifest says, for the manifest itself to hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write beside, then rename: a file of this name is whole."""
     beside = path.with_name(f"beside-{os.getpid()}-{path.name}")

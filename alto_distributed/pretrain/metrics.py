@@ -61,7 +61,7 @@ class Log:
         """What writes records, opened on first use: the disk may have been full when the run began."""
         if self._sinks is None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            kept = [record for record in read(self._directory) if record["step"] <= self._start] if self._start else []
+            kept = [record for record in self._known() if record["step"] <= self._start] if self._start else []
             lines = _Lines(self._directory / RECORDS, map(_line, kept))
             table = _Lines(self._directory / "metrics.csv", (_row(record) for record in ({}, *kept)))
             self._sinks = [
@@ -71,6 +71,18 @@ class Log:
             if self._tensorboard:
                 self._sinks.append(self._write_events)
         return self._sinks
+
+    def _known(self) -> list[dict[str, Any]]:
+        """The records so far. A damaged one is left out: a log is not what a run goes on from."""
+        damaged: list[int] = []
+        records = read(self._directory, damaged)
+        if damaged:
+            warnings.warn(
+                f"{self._directory / RECORDS} has lines that are no records ({', '.join(map(str, damaged[:5]))}"
+                f"{', ...' if len(damaged) > 5 else ''}): the file was changed or damaged, and they are left out",
+                stacklevel=3,
+            )
+        return records
 
     def __enter__(self) -> Log:
         return self
@@ -177,8 +189,13 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record) + "\n"
 
 
-def read(directory: Path) -> list[dict[str, Any]]:
-    """The records of a run; a last line that was cut off when the run was killed is left out."""
+def read(directory: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
+    """The records of a run; a last line that was cut off when the run was killed is left out.
+
+    Args:
+        directory: the run's.
+        damaged: gets the numbers of the lines that are no records. Without it, the first of them is an error.
+    """
     path = directory / RECORDS
     if not path.exists():
         return []
@@ -188,6 +205,8 @@ def read(directory: Path) -> list[dict[str, Any]]:
         record = _record(line)
         if record is not None:
             records.append(record)
+        elif damaged is not None:
+            damaged.extend([number] if number < len(lines) else [])
         elif number < len(lines):
             raise ValueError(f"{path}, line {number} is not a record; the file was changed or damaged")
     return records
@@ -201,4 +220,12 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    return record if all(isinstance(value, (int, float)) for value in record.values()) else None
+    return record if all(map(_is_number, record.values())) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Also as a float: a whole number of a JSON may have any number of digits."""
+    try:
+        return isinstance(value, (int, float)) and isinstance(float(value), float)
+    except OverflowError:
+        return False

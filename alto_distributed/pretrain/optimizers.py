@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .. import presets
 from ..extras import require
+from ..hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from ..optimizer import ALTO
 from ..param_groups import param_groups
 from .config.optimizer_options import ALTO_NAMES, NAMES, default_options
@@ -26,6 +28,7 @@ __all__ = [
     "build_groups",
     "build_optimizer",
     "default_options",
+    "describe",
 ]
 
 #: Those that pytorch_optimizer brings.
@@ -46,9 +49,22 @@ def arguments(run: Run) -> dict[str, Any]:
     return chosen
 
 
+def describe(run: Run) -> str:
+    """The run's optimizer in a line; for alto and lamb with what alpha and the betas amount to."""
+    chosen = run.optimizer.resolved
+    line = f"{run.optimizer.name}, lr {run.optimizer.lr:g}"
+    if run.optimizer.name not in ALTO_NAMES:
+        return line
+    hyper = Hyperparameters(**{name: chosen[name] for name in HYPERPARAMETER_NAMES if name in chosen})
+    return f"{line}, {presets.describe(hyper)}"
+
+
 def build_groups(run: Run, model: nn.Module) -> list[dict[str, Any]]:
-    """The decayed parameters and the others: norm layers, biases and whatever has fewer than two dimensions."""
-    return param_groups(model, run.optimizer.weight_decay)
+    """The decayed parameters and the others: norm layers, biases and whatever has fewer than two dimensions.
+
+    With alto and lamb, embeddings may be a group of their own.
+    """
+    return param_groups(model, run.optimizer.weight_decay, embeddings=arguments(run).get("embeddings", "ratio"))
 
 
 def build_optimizer(run: Run, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -59,6 +75,7 @@ def build_optimizer(run: Run, groups: Sequence[dict[str, Any]]) -> torch.optim.O
     """
     name, options = run.optimizer.name, arguments(run)
     if name in ALTO_NAMES:
+        del options["embeddings"]  # the groups were made by it
         return ALTO(groups, **options)
     if name in THIRD_PARTY:
         require("pytorch_optimizer")

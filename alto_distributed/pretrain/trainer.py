@@ -23,31 +23,35 @@ from .data.samples import Samples
 from .engines.base import Engine, build
 from .memory.usage import peak
 from .metrics import Log
-from .runtime.launch_env import any_rank, read_launch_env, wait_at_most
+from .optimizers import describe
+from .runtime.launch_env import any_rank, end_with_launcher, read_launch_env, wait_at_most
 from .runtime.rendezvous import rendezvous_again
-from .runtime.run_lock import PATIENCE, lock_run
+from .runtime.run_lock import PATIENCE, keep_run_lock, lock_run
 from .schedule import learning_rate
 from .throughput import utilisation
 
 
-def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
+def train(run: Run, directory: Path, stop_at: int | None = None, *, other_data: bool = False) -> int:
     """Train, or go on training, in a run's directory. Called by all ranks.
 
     Args:
         run: its settings.
         directory: for its logs and checkpoints. If it has a checkpoint, the run goes on from there.
         stop_at: stop with a checkpoint after so many steps in all, as SIGTERM would.
+        other_data: go on with other data than the checkpoint was trained on.
 
     Returns:
         Optimizer steps done. Fewer than ``training.iterations`` if it was told to stop.
     """
+    end_with_launcher()
     read_launch_env()
     rendezvous_again(run.training.timeout)
     engine = build(run)
     wait_at_most(run.training.timeout)  # in the groups that the engine has made as well
     run_on_rank0(lambda: lock_run(directory, min(PATIENCE, run.training.timeout / 2)))
     batches = Batches(run, engine)
-    checkpoints = Checkpoints(directory / "checkpoints", run)
+    data = run_on_rank0(lambda: files.fingerprint(run.data.directory))
+    checkpoints = Checkpoints(directory / "checkpoints", run, data, other_data=other_data)
     step, last = 0, run.training.iterations
     newest = run_on_rank0(checkpoints.newest)
     if newest is not None:
@@ -58,6 +62,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None) -> int:
     speaks = dist.get_rank() == 0
     with _asked_to_stop() as asked, Log(directory, step, run.training.iterations, run.logs.tensorboard, speaks) as log:
         log.say(f"step {step}: {'resumed from ' + str(newest.path) if newest else 'new run'} in {directory}")
+        log.say(f"optimizer: {describe(run)}")
         if batches.no_test:
             log.say(f"there will be no test at the end: {batches.no_test}")
         if newest is None:
@@ -112,6 +117,7 @@ def _count_skipped(is_skipped: bool, before: int, step: int, run: Run, log: Log)
 
 def _save(checkpoints: Checkpoints, engine: Engine, step: int, log: Log, must: bool) -> bool:
     """Whether it could be written. If not, the run goes on to the next one, but does not end as if all were well."""
+    run_on_rank0(lambda: keep_run_lock(checkpoints.directory.parent))
     try:
         log.say(f"step {step}: saved {checkpoints.save(engine, step)}")
     except OSError as error:

@@ -116,6 +116,7 @@ def describe_parameters(parameters: Sequence[LogicalParameter]) -> dict[str, str
     """What ranks that sum norms together must have in common."""
     return {
         f"parameter {place}": f"{p.name!r} of shape {tuple(p.shape)} over {[g.size() for g in p.groups]} ranks"
+        f"{'' if p.may_have_ratio else ', without the ratio'}"
         for place, p in enumerate(parameters)
     }
 

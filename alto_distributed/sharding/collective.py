@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
-from collections.abc import Container, Iterable
+import itertools
+import warnings
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+#: Seconds for which a rank waits for what others say through the store. Compiling the kernels takes some of them.
+PATIENCE = 60.0
+
+_exchanges = itertools.count()
 
 #: Backends that add float64. Sums travel as float32 with any other.
 FLOAT64_BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "fake", "threaded"}
@@ -26,13 +34,24 @@ def all_reduce(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> tor
 
 def reduce_on_group_device(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> torch.Tensor:
     """The same, left on the device where ``group`` communicates: one kind of device on all of its ranks."""
+    return start_all_reduce(table, group, op)()
+
+
+def start_all_reduce(table: torch.Tensor, group: ProcessGroup, op: str = "SUM") -> Callable[[], torch.Tensor]:
+    """The same, under way; the result waits for it. With NCCL that is the device's stream, not the host."""
     import torch.distributed as dist
 
     there = table.to(device_for(table.device, group))
     narrow = there.dtype == torch.float64 and not adds_float64(group, there.device)
     sent = there.float() if narrow else there
-    dist.all_reduce(sent, op=getattr(dist.ReduceOp, op), group=group)
-    return sent.double() if narrow else sent
+    work = dist.all_reduce(sent, op=getattr(dist.ReduceOp, op), group=group, async_op=True)
+
+    def result() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return sent.double() if narrow else sent
+
+    return result
 
 
 def adds_float64(group: ProcessGroup, device: torch.device) -> bool:
@@ -56,19 +75,55 @@ def gathered_sum(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def anyone_objects(objects: bool, groups: Iterable[ProcessGroup], device_types: Container[str]) -> bool:
-    """Whether this rank, or any rank of the groups, objects to something. Waits for the device.
+    """Whether this rank, or any rank that the groups connect it with, objects to something. Waits for the device.
+
+    A fault goes one group further in each pass. A mesh of n ranks has at most log2(n) dimensions of two or more, so
+    after as many passes it is known everywhere, in whatever order ranks list their groups.
 
     Args:
         objects: whether this rank does.
         groups: each is asked, if it communicates on a device of one of ``device_types``: so all of its ranks are.
         device_types: of the devices that it is about.
     """
-    for group in groups:
-        home = home_of(group)
-        if home.type in device_types:
+    import torch.distributed as dist
+
+    asked = [(group, home) for group in groups if (home := home_of(group)).type in device_types]
+    for _ in range((dist.get_world_size() - 1).bit_length() if asked else 0):
+        for group, home in asked:
             found = torch.full((1,), float(objects), dtype=torch.float32, device=home)
             objects = bool(all_reduce(found, group, "MAX").item())
     return objects
+
+
+def replicas_object(objects: bool, seconds: float = PATIENCE) -> bool:
+    """Whether any rank of the job objects to something, told through the job's store. It cannot hang.
+
+    For replicas that share no process group that the optimizer knows, as under DistributedDataParallel. A rank that
+    says nothing in time, because it has no such optimizer, is warned of, and then this rank's own word counts.
+
+    Args:
+        objects: whether this rank does.
+        seconds: how long to wait for the others.
+    """
+    import torch.distributed as dist
+
+    if everyone() is None:
+        return objects
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    number = next(_exchanges)
+    keys = [f"alto_distributed/objects/{number}/{other}" for other in range(dist.get_world_size())]
+    store.set(keys[rank], str(int(objects)))
+    try:
+        store.wait(keys, datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        silent = [other for other, key in enumerate(keys) if not store.check([key])]
+        warnings.warn(
+            f"ALTO: rank {', '.join(map(str, silent))} did not say within {seconds:g} s whether its kernel passed the "
+            'self-check. If these ranks hold replicas, name the kernel on all ranks: kernel="triton" or kernel="torch"',
+            stacklevel=2,
+        )
+        return objects
+    return any(store.get(key) == b"1" for key in keys)
 
 
 def device_for(device: torch.device, group: ProcessGroup) -> torch.device:

@@ -15,6 +15,7 @@ from ..spans import PLAIN
 from .layout import LogicalParameter, ShardLayout
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
@@ -46,6 +47,15 @@ def like_parameter(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
     return grad
+
+
+def replica_groups(tensor: torch.Tensor) -> list[ProcessGroup]:
+    """The process groups over which a tensor is the same on all ranks, if it is a DTensor."""
+    if not is_dtensor(tensor):
+        return []
+    mesh = tensor.device_mesh
+    dims = (dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+    return [group for dim in dims if (group := mesh.get_group(dim)).size() > 1]
 
 
 def layout_of(param: DTensor, name: str) -> ShardLayout:

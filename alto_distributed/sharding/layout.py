@@ -33,6 +33,9 @@ class LogicalParameter:
     """Process groups over which its pieces lie (data-parallel shards, tensor-parallel shards): the
     sum over all of them in turn must count each element once. Never a group of replicas."""
 
+    may_have_ratio: bool = True
+    """False for a parameter that goes without the layer-wise ratio whatever its group says."""
+
 
 @dataclass(frozen=True)
 class Segment:

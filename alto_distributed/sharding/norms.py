@@ -3,7 +3,7 @@
 All parameters of a step share one small table, ``sums[3, slots]``: |theta|^2 in row 0, |r|^2 in row 1, and in row 2
 a positive number unless the whole gradient is 0.
 Each distinct process group costs one all-reduce of the columns whose pieces lie over it, however many
-parameters there are. Nothing is read back by the host.
+parameters there are. Those of groups that share no parameter are under way together. Nothing is read back by the host.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..spans import SUMS
-from .collective import all_reduce as _all_reduce
-from .collective import gathered_sum, home_of
+from .collective import gathered_sum, home_of, start_all_reduce
 from .layout import LogicalParameter
 
 if TYPE_CHECKING:
@@ -72,6 +71,7 @@ class NormTable:
                 if group.size() > 1:
                     columns.setdefault(group, []).append(slot)
         self._reductions = [(group, SlotIndex(slots)) for group, slots in columns.items()]
+        self._rounds = list(_rounds(self._reductions))
 
     def zeros(self, device: torch.device, rows: int = SUMS) -> torch.Tensor:
         return torch.zeros(rows, len(self.slots), dtype=sums_dtype(device), device=device)
@@ -110,10 +110,32 @@ class NormTable:
         sums = tables[0]
         for other in tables[1:]:
             sums += other.to(sums.device, sums.dtype)
-        for group, slots in self._reductions:
-            if len(slots) == len(self.slots):
-                sums = _all_reduce(sums, group)
-            else:
-                index = slots.on(sums.device)
-                sums[:, index] = _all_reduce(sums[:, index], group)
+        for reductions in self._rounds:
+            under_way = []
+            for group, slots in reductions:
+                index = None if len(slots) == len(self.slots) else slots.on(sums.device)
+                under_way.append((index, start_all_reduce(sums if index is None else sums[:, index], group)))
+            for index, result in under_way:
+                if index is None:
+                    sums = result().to(sums.device)
+                else:
+                    sums[:, index] = result().to(sums.device)
         return sums
+
+
+def _rounds(reductions: Iterable[tuple[ProcessGroup, SlotIndex]]) -> Iterator[list[tuple[ProcessGroup, SlotIndex]]]:
+    """All-reduces that can be under way together: no two of a round have a column in common.
+
+    A parameter whose pieces lie over two groups is summed over one after the other. The order stays, so that it is the
+    same on all ranks.
+    """
+    some: list[tuple[ProcessGroup, SlotIndex]] = []
+    taken: set[int] = set()
+    for group, slots in reductions:
+        if not taken.isdisjoint(slots):
+            yield some
+            some, taken = [], set()
+        some.append((group, slots))
+        taken.update(slots)
+    if some:
+        yield some

@@ -31,11 +31,15 @@ class PlannedTensor:
         layout: of the tensor.
         slots: by the names of parameters.
         place: of the tensor among all of the plan.
+        position: number of its group, and its place there.
     """
 
-    def __init__(self, layout: ShardLayout, slots: Mapping[str, int], place: int) -> None:
+    def __init__(
+        self, layout: ShardLayout, slots: Mapping[str, int], place: int, position: tuple[int, int] = (0, 0)
+    ) -> None:
         self.layout = layout
         self.place = place
+        self.position = position
         self._slot_of = slots
         self._spans: dict[str, tuple[Span, ...]] = {}
 
@@ -73,7 +77,9 @@ class PlannedTensor:
 
 
 def _gets_ratio(segment: Segment, ratio_for: str) -> bool:
-    return ratio_for == "every" or (ratio_for == "matrices" and len(segment.parameter.shape) >= 2)
+    parameter = segment.parameter
+    wanted = ratio_for == "every" or (ratio_for == "matrices" and len(parameter.shape) >= 2)
+    return wanted and parameter.may_have_ratio
 
 
 class StepPlan:
@@ -97,21 +103,33 @@ class StepPlan:
             )
         self.tensors = [tensor for group in resolved for tensor, _ in group]
         """Kept, so that no other tensor gets the id of one of them."""
+        self._shapes = [tensor.shape for tensor in self.tensors]
         self.labels = _labels(groups, resolved, layouts)
         everything = [s.parameter for group in resolved for _, layout in group for s in layout.segments]
         self.witness = GradientWitness([_groups_of_dtensor(*pair) for group in resolved for pair in group])
         self.norms = NormTable([*everything, *joined, *self.witness.parameters])
+        replicas = (group for tensor in self.tensors for group in dtensor.replica_groups(tensor))
+        self.connected = list(dict.fromkeys([*self.norms.groups, *replicas]))
+        """Process groups of the ranks that have pieces or replicas of these tensors, as far as tensors tell."""
         places = itertools.count()
         self.groups = [
-            [PlannedTensor(layout, self.norms.slots, next(places)) for _, layout in group] for group in resolved
+            [PlannedTensor(layout, self.norms.slots, next(places), (g, i)) for i, (_, layout) in enumerate(group)]
+            for g, group in enumerate(resolved)
         ]
         self.group_slots = [
             SlotIndex(self.norms.slots[s.parameter.name] for _, layout in group for s in layout.segments)
             for group in resolved
         ]
         self._slots_with_ratio: dict[tuple[int, str], SlotIndex] = {}
+        self._factors: tuple[Any, torch.Tensor] | None = None
         self.kept_by_kernels: dict[Any, Any] = {}
         """See :class:`..kernels.shards.Batch`."""
+        self.stepped: frozenset[int] | None = None
+        """Places of the tensors of the last step that was not captured; kept if steps may be."""
+
+    def fits(self) -> bool:
+        """Whether its tensors are still of the shapes for which it was made: their data may have been replaced."""
+        return [tensor.shape for tensor in self.tensors] == self._shapes
 
     def slots_with_ratio(self, g: int, ratio_for: str) -> SlotIndex:
         """Those of group ``g``; see :meth:`PlannedTensor.spans`."""
@@ -120,6 +138,22 @@ class StepPlan:
             names = {segment.parameter.name for segment in segments if _gets_ratio(segment, ratio_for)}
             self._slots_with_ratio[g, ratio_for] = SlotIndex(self.norms.slots[name] for name in names)
         return self._slots_with_ratio[g, ratio_for]
+
+    def factors(self, vector_lrs: Sequence[tuple[str, float]], like: torch.Tensor) -> torch.Tensor:
+        """A number for each slot: 1 with the ratio, its group's ``vector_lr`` without. Kept while nothing changes.
+
+        Args:
+            vector_lrs: of each group, which of its segments get the ratio, and the number of the others.
+            like: on whose device and in whose precision.
+        """
+        key = (*vector_lrs, like.device, like.dtype)
+        if self._factors is None or self._factors[0] != key:
+            values = [1.0] * len(self.norms.slots)
+            for g, (ratio_for, vector_lr) in enumerate(vector_lrs):
+                for slot in set(self.group_slots[g]).difference(self.slots_with_ratio(g, ratio_for)):
+                    values[slot] = vector_lr
+            self._factors = key, torch.tensor(values, dtype=like.dtype, device=like.device)
+        return self._factors[1]
 
     def require_agreement(self, common: Mapping[str, str]) -> None:
         """Raise, on all ranks, if those that sum norms together do not agree; see :mod:`.agreement`.
@@ -136,11 +170,11 @@ class StepPlan:
             held[self.norms.slots[parameter.name]] += 1
         require_whole(self.norms.total(held), self.norms.parameters)
 
-    def missing(self, ready: Sequence[tuple[PlannedTensor, int, int, torch.Tensor]]) -> list[int]:
-        """The places of the tensors that are not among ``ready``."""
-        if len(ready) == len(self.tensors):
+    def missing(self, planned: Sequence[PlannedTensor]) -> list[int]:
+        """The places of the tensors that are not among ``planned``."""
+        if len(planned) == len(self.tensors):
             return []
-        return sorted(set(range(len(self.tensors))).difference(planned.place for planned, *_ in ready))
+        return sorted(set(range(len(self.tensors))).difference(tensor.place for tensor in planned))
 
 
 def _groups_of_dtensor(tensor: torch.Tensor, layout: ShardLayout) -> Sequence[ProcessGroup]:

@@ -68,6 +68,10 @@ class GradientWitness:
             if sums.device.type == "cpu":
                 self.resolve()
 
+    def forget(self) -> None:
+        """Do not read the last sums: those of a step in a graph are overwritten."""
+        self._unread = None
+
     def resolve(self) -> None:
         """Raise, on all ranks, if those of a process group had gradients of different DTensors in the last step."""
         if self._unread is None:

@@ -5,7 +5,8 @@
     python -m scripts.evidence all [--quick]
 
 A study is a module with TITLE and ``run(quick, into) -> Result``. Its full result is kept in results/STUDY and
-becomes a section of docs/results.md. Whether a claim held is decided by the study's code from its own numbers.
+becomes a page in docs/results. Whether a claim held is decided by the study's code from its own numbers;
+:mod:`.review` has the verdicts that a later look has withdrawn. The newest study is the package :mod:`.recipes`.
 """
 
 #: In the order of the page.

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from . import STUDIES
-from .page import RESULTS, ROOT, make_page
+from .page import make_pages
+from .places import RESULTS, ROOT
 from .study import Result, write
 
 #: Quick results show that a study works; they are no evidence and stay out of the repository.
@@ -37,13 +38,13 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="directory to write to; with all, one folder a study in it")
     options = parser.parse_args()
     if options.what == "page":
-        print(make_page())
+        print(*make_pages(), sep="\n")
         return
     for name in STUDIES if options.what == "all" else (options.what,):
         into = options.into / name if options.into and options.what == "all" else options.into
         run_study(name, options.quick, into)
     if options.what == "all" and not options.quick and options.into is None:
-        print(make_page())
+        print(*make_pages(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .paired import Difference, paired
+from .paired import LEAST_EFFECT, Difference, paired
 from .tiny_gpt import Outcome, Trial
 
 NAMES = {"alto": "ALTO", "lamb": "LAMB", "adamw": "AdamW", "adam": "Adam", "adabelief": "AdaBelief", "lion": "Lion"}
@@ -81,4 +81,4 @@ class Findings:
 
 def gap(one: Entry, other: Entry) -> Difference:
     """Nats a token of validation loss by which ``one`` is above ``other``."""
-    return paired(one.losses, other.losses)
+    return paired(one.losses, other.losses, least=LEAST_EFFECT)

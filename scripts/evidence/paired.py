@@ -1,4 +1,4 @@
-"""Differences between two treatments of the same seeds."""
+"""Differences between two treatments of the same seeds, and when one counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+#: Fewer seeds show no difference: with three, "all agree and two standard errors" is wrong by chance in 18% of cases.
+LEAST_SEEDS = 5
+#: Nats of loss below which a difference is of no use, however sure it is.
+LEAST_EFFECT = 0.01
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -15,28 +21,43 @@ class Difference:
     mean: float
     error: float
     """Standard error of the mean; infinite with fewer than two seeds."""
-    agree: bool
-    """All seeds differ in the same direction."""
+    seeds: int
+    least: float = 0.0
+    """An effect of at most this much does not count."""
+    comparisons: int = 1
+    """That are made together: the interval is as much wider (Bonferroni)."""
+
+    @property
+    def half_width(self) -> float:
+        """Of the interval for the mean, at 95% for all comparisons together."""
+        if self.seeds < 2 or not math.isfinite(self.error):
+            return math.inf
+        from scipy.stats import t
+
+        return float(t.ppf(1 - (1 - CONFIDENCE) / 2 / self.comparisons, self.seeds - 1)) * self.error
+
+    @property
+    def counts(self) -> bool:
+        """Enough seeds, an interval without 0, and an effect that is worth something."""
+        return self.seeds >= LEAST_SEEDS and abs(self.mean) > max(self.half_width, self.least)
 
     @property
     def lower(self) -> bool:
-        """Below 0 beyond noise: every seed says so, and the mean is more than two standard errors away."""
-        return self.agree and self.mean < -2 * self.error
+        return self.counts and self.mean < 0
 
     @property
     def higher(self) -> bool:
-        return self.agree and self.mean > 2 * self.error
+        return self.counts and self.mean > 0
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} +- {self.error:.3f}"
+        return f"{self.mean:+.3f} +- {self.half_width:.3f}"
 
 
-def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
+def paired(first: Sequence[float], second: Sequence[float], *, least: float = 0.0, comparisons: int = 1) -> Difference:
     """``first`` minus ``second``. A run that broke down (infinite loss) is worse than any that did not."""
     gaps = [a - b if a != b else 0.0 for a, b in zip(first, second, strict=True)]
     mean = statistics.fmean(gaps)
-    agree = all(gap > 0 for gap in gaps) or all(gap < 0 for gap in gaps)
     if len(gaps) < 2:
-        return Difference(mean, math.inf, agree)
+        return Difference(mean, math.inf, len(gaps), least, comparisons)
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if all(map(math.isfinite, gaps)) else 0.0
-    return Difference(mean, error, agree)
+    return Difference(mean, error, len(gaps), least, comparisons)

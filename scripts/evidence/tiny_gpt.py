@@ -27,7 +27,7 @@ from alto_distributed.pretrain.model import build_model, inputs_of, next_token_l
 from alto_distributed.pretrain.optimizers import build_groups, build_optimizer
 from alto_distributed.pretrain.schedule import learning_rate
 
-from .page import ROOT
+from .places import ROOT
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, "vocabulary": 512, "dropout": 0.0}
 #: Where data and finished runs are kept, out of the repository.
@@ -142,7 +142,7 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
     for step in range(t.iterations):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run, step)
-        losses.append(_backward(model, batches.batch(step, t.global_batch, t.micro_batch)))
+        losses.append(backward(model, batches.batch(step, t.global_batch, t.micro_batch)))
         nn.utils.clip_grad_norm_(model.parameters(), t.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -162,7 +162,8 @@ def train(run: Run, observe: Callable[[int, nn.Module, float], None] | None = No
     )
 
 
-def _backward(model: nn.Module, batches: list[torch.Tensor]) -> float:
+def backward(model: nn.Module, batches: list[torch.Tensor]) -> float:
+    """Add up the gradients of a step's micro-batches; returns the loss."""
     total = 0.0
     for tokens in batches:
         loss = next_token_loss(model(inputs_of(tokens)).logits, tokens) / len(batches)

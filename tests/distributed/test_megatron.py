@@ -14,6 +14,8 @@ MODULES = ",".join(
         "megatron_precision",
         "nonfinite_megatron",
         "zero_gradients_megatron",
+        "megatron_fsdp",
+        "megatron_experts",
         "agreement_megatron",
         "megatron_checkpoints",
         "megatron_overlap",

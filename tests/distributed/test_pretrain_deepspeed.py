@@ -129,9 +129,23 @@ def test_every_optimizer_has_the_same_groups_and_its_defaults(name):
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in undecayed["params"]} == {1}
     for option, value in optimizers.default_options(name).items():
-        of_the_optimizer = ("kernel", *STATE_DTYPES)  # not of its groups
+        of_the_optimizer = ("kernel", "embeddings", *STATE_DTYPES)  # not of its groups
         if option not in of_the_optimizer and not (name == "lamb" and option == "betas"):
             assert decayed[option] == value, option
+
+
+@pytest.mark.parametrize("name", optimizers.ALTO_NAMES)
+def test_embeddings_may_go_without_the_ratio(name):
+    run = run_of(optimizer={"name": name, "weight_decay": 0.2, "options": {"embeddings": "adam", "vector_lr": "3e-1"}})
+    optimizer = optimizers.build_optimizer(run, optimizers.build_groups(run, build_model(run)))
+    decayed, embedded, undecayed = optimizer.param_groups
+    assert embedded["param_names"] == ["transformer.wte.weight", "transformer.wpe.weight"]  # the output layer is wte
+    assert [group["layerwise"] for group in optimizer.param_groups] == ["decayed", "none", "decayed"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.2, 0.0]
+    assert decayed["vector_lr"] == undecayed["vector_lr"] == 0.3
+    wrong = run_of(optimizer={"name": name, "options": {"embeddings": "sgd"}})
+    with pytest.raises(ValueError, match=r"optimizer\.options\.embeddings='sgd' is not one of 'ratio', 'adam'"):
+        optimizers.arguments(wrong)
 
 
 def test_lamb_is_alto_with_alpha_0():

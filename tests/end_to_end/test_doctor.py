@@ -474,7 +474,7 @@ def test_a_limit_that_is_none_is_refused(capsys):
 def test_kernels_are_checked_on_an_accelerator_and_ranks_over_its_backend(tmp_path, monkeypatch):
     """On the pretend one (tests/helpers/pretend)."""
     there = "import sys\nif 'alto_distributed.doctor' in sys.orig_argv[2]:\n"
-    there += "    from tests import pretend\n    pretend.install()\n"
+    there += "    from tests.helpers import pretend\n    pretend.install()\n"
     modules(tmp_path, sitecustomize=there)
     path = os.pathsep.join([str(tmp_path), str(REPO)])
     for name, value in {**environment(), "PYTHONPATH": path}.items():

@@ -12,6 +12,9 @@ from alto_distributed import ALTO, param_groups
 from scripts.evidence import STUDIES, landscapes, large_batch, page, study, wells
 from scripts.evidence.__main__ import run_study
 from scripts.evidence.ablated import AblatedALTO
+from scripts.evidence.recipes import report
+from scripts.evidence.recipes.ledger import Ledger
+from scripts.evidence.review import REVIEWS
 from scripts.evidence.study import Claim, Result
 
 
@@ -47,7 +50,7 @@ def test_a_study_leaves_its_table_its_figures_and_its_circumstances(quick, name)
     assert result.figures
     for figure in result.figures:
         assert (directory / figure).read_bytes().startswith(b"\x89PNG")
-    assert told["title"] in page.compose([told])
+    assert told["title"] in page.compose([told])[f"results/{name}.md"]
 
 
 def test_adapted_optimizers_see_more_of_the_cardioids_valley(quick):
@@ -177,6 +180,15 @@ def test_verdicts_follow_from_numbers_and_are_never_anything_else():
         Claim("p", "w", "held, more or less", "f")
 
 
+def test_every_review_is_of_one_claim():
+    claims = {result["study"]: [claim["paper"] for claim in result["claims"]] for result in page.read_results()}
+    for name, reviews in REVIEWS.items():
+        for words, review in reviews.items():
+            assert sum(claim.startswith(words) for claim in claims[name]) == 1, words
+            assert review.verdict in study.VERDICTS
+            assert review.why
+
+
 def test_a_result_that_names_a_figure_that_is_not_there_is_refused(tmp_path):
     result = Result("valleys", "t", "quick", {}, [], [{"a": 1}], ["no.png"], [])
     with pytest.raises(ValueError, match=r"no\.png"):
@@ -184,9 +196,12 @@ def test_a_result_that_names_a_figure_that_is_not_there_is_refused(tmp_path):
 
 
 def test_the_page_is_the_one_that_the_committed_results_make():
-    """Nobody edits docs/results.md, and nobody forgets to make it."""
-    results = page.read_results()
-    assert page.PAGE.read_text() == page.compose(results)
+    """Nobody edits these pages, and nobody forgets to make them."""
+    results, parts = page.read_results(), report.finished(Ledger())
+    for name, text in page.compose(results, parts).items():
+        assert (page.DOCS / name).read_text() == text, f"python -m scripts.evidence page writes another {name}"
+        cells = [cell for line in text.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
+        assert [cell for cell in cells if len(cell.strip()) > 60] == []
     assert [result["study"] for result in results] == [name for name in STUDIES if (page.RESULTS / name).is_dir()]
     for result in results:
         assert result["form"] == "full"

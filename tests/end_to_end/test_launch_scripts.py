@@ -100,7 +100,7 @@ def test_hostile_values_are_not_run(script, tree):
     for name, value, dry in cases:
         where = tree / value if name == "HOSTFILE" and "/" not in value else None
         if where is not None:
-            where.write_text("node0 slots=2\nnode1 slots=$(touch ran)\n")
+            where.write_text("# two of them\nnode0 slots=2\n\n")
         variables = needed | ({} if name == "argument" else {name: value})
         notes, done = started(tree, script, value if name == "argument" else "configs/x.yaml", dry, **variables)
         assert not list(tree.rglob("ran")), (script, name, value, done.stderr)
@@ -116,6 +116,18 @@ def test_hostile_values_are_not_run(script, tree):
         assert quoted.stdout in notes + done.stdout or arrived, (script, name, value, dry, notes, done.stderr)
         assert name != "HOSTFILE" or not dry or "--dry-run --world 2" in notes, (value, notes)
     assert "pretrain" in notes
+
+
+@pytest.mark.parametrize(
+    "line", ["node1 slots=$(touch ran)", "$(touch ran) slots=2", "a;touch${IFS}ran slots=2", "node1"]
+)
+def test_names_of_hosts_that_a_shell_would_run_are_refused(line, tree):
+    (tree / "machines").write_text(f"node0 slots=2\n{line}\n")
+    for dry in (True, False):
+        notes, done = started(tree, "deepspeed", "configs/x.yaml", dry, HOSTFILE="machines")
+        assert (done.returncode, notes) == (2, "")
+        assert done.stderr == f'machines has the line "{line}", and a line is "host slots=8"\n'
+        assert not list(tree.rglob("ran"))
 
 
 def test_the_stub_would_tell(tree):

@@ -76,7 +76,8 @@ from megatron.core.optimizer import OptimizerConfig
 def get_megatron_optimizer_config(args):
     if args.optimizer not in ("adam", "sgd"):
         raise ValueError("Invalid optimizer type!")
-    return OptimizerConfig(optimizer=args.optimizer, lr=0.25, clip_grad=0.75), {"overrides": 1}
+    given = {"use_precision_aware_optimizer": args.use_precision_aware_optimizer}
+    return OptimizerConfig(optimizer=args.optimizer, lr=0.25, clip_grad=0.75, **given), {"overrides": 1}
 """,
     "elsewhere": "from megatron.training.training import get_megatron_optimizer_config",
 }
@@ -151,7 +152,14 @@ for do in (arguments.validate_args, training.get_megatron_optimizer_config):
 refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-eps 1 2")), "three")
 refused(lambda: arguments.validate_args(parse("--optimizer lamb --alto-alpha -2")), "no effect with --optimizer lamb")
 refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-alpha 100.5")), "alpha=100.5 is out of range")
-refused(lambda: arguments.validate_args(parse("--optimizer alto --use-precision-aware-optimizer")), "precision-aware")
+import torch
+aware = parse("--optimizer alto --use-precision-aware-optimizer")
+aware.exp_avg_dtype = torch.bfloat16  # as Megatron's own validation leaves it
+arguments.validate_args(aware)
+config, _ = training.get_megatron_optimizer_config(aware)
+assert (config.use_precision_aware_optimizer, config.exp_avg_dtype) == (True, torch.bfloat16)
+aware.exp_avg_dtype = torch.uint8
+refused(lambda: arguments.validate_args(aware), "exp_avg_dtype=fp8 is not supported; set it to fp32 or bf16")
 
 # Another Megatron-LM: left as it is, and refused if the command line asks for ALTO.
 LINE = sys.argv
@@ -320,6 +328,7 @@ assert "(default: 0.99 0.9 0.99)" in group._group_actions[1].help
 print("AS IT SHOULD BE")
 """
 FLAGS = ["--alto-alpha", "--alto-betas", "--alto-eps", "--alto-layerwise", "--alto-trust-clip"]
+FLAGS += ["--alto-vector-lr", "--alto-embeddings"]
 FLAGS += ["--no-alto-bias-correction", "--alto-kernel", "--alto-diagnostics-every", "--alto-skip-nonfinite"]
 FLAGS += ["--alto-grad-ema-dtype", "--alto-exp-avg-dtype", "--alto-adopt"]
 

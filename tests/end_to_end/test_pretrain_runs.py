@@ -23,8 +23,8 @@ from tests.helpers.launcher import EXHAUSTIVE, REPO, environment
 from tests.helpers.pretrain_runs import ENTRIES, EVERY, SETTINGS, STEPS, arguments, losses, mpirun, records, torchrun
 from tests.helpers.processes import MPI_AS_ROOT, beside_python, free_port, run
 
-#: Training losses of configs/gpt2-tiny.yaml with these settings, the same in both engines, made by the first run that
-#: was right: a change of weights, data order, schedule or update shows here.
+#: Training losses of tests/helpers/gpt2-tiny-alpha.yaml with these settings, the same in both engines, made by the
+#: first run that was right: a change of weights, data order, schedule or update shows here.
 GOLDEN = {1: 6.941501, 12: 6.209702, STEPS: 5.862782}
 #: Validation loss that the runs must fall below; they begin at log(1024) = 6.93.
 GOAL = 6.0
@@ -278,7 +278,7 @@ def test_resumed_on_one_rank_where_two_had_saved(engine, whole, tokens, tmp_path
     [
         "megatron.tensor_parallel=2 megatron.sequence_parallel=true",
         pytest.param(
-            "megatron.pipeline_parallel=2",
+            "megatron.pipeline_parallel=2 megatron.overlap=false",  # one bucket: 0.16.1 pads between several wrongly
             marks=pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it"),
         ),
     ],

@@ -5,13 +5,14 @@ The whole program, killed and restarted, is in tests/end_to_end/test_pretrain_ru
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.helpers.launcher import REPO, environment
 from tests.helpers.processes import free_port
 
-SCRIPT = "tests/end_to_end/programs/restarts.py"
+PROGRAMS = "tests/end_to_end/programs"
 
 
 def agents(notes, count):
@@ -19,7 +20,7 @@ def agents(notes, count):
     notes.mkdir()
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=a", f"--nnodes={count}"]
     command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={2 // count}"]
-    command += ["--max-restarts=1", "--monitor-interval=0.3", SCRIPT, str(notes)]
+    command += ["--max-restarts=1", "--monitor-interval=0.3", f"{PROGRAMS}/restarts.py", str(notes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [subprocess.Popen(command, cwd=REPO, env=environment(), **pipes) for _ in range(count)]
     said = [agent.communicate(timeout=120)[0] for agent in started]
@@ -38,3 +39,36 @@ def test_ranks_of_a_restart_meet_anew(machines, tmp_path):
     counts = {(notes / f"start-1-rank-{rank}").read_text() for rank in (0, 1)}
     # Each agent counts its own restarts: the count would be no name for a start of all of them.
     assert counts == ({"1"} if machines == 1 else {"0", "1"})
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell a process of it")
+def test_ranks_are_asked_to_end_when_torchrun_is_killed(tmp_path):
+    """They went on alone, and held the lock of their run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen([*command, f"{PROGRAMS}/orphan.py", str(tmp_path)], cwd=REPO, env=environment()) as agent:
+        wait_for(tmp_path, "began")
+        agent.kill()
+    wait_for(tmp_path, "ended")
+
+
+def wait_for(notes, what):
+    until = time.monotonic() + 60
+    while len(list(notes.glob(f"{what}-*"))) < 2:
+        assert time.monotonic() < until, f"no rank has {what}"
+        time.sleep(0.05)
+
+
+def test_the_store_of_the_ranks_listens_at_one_address():
+    """torch's own listens on all interfaces, at a port that was free a moment before."""
+    program = (
+        "import socket, time\n"
+        "from alto_distributed.pretrain.runtime import own_store\n"
+        "port = own_store.hold('127.0.0.1')\n"
+        "socket.create_connection(('127.0.0.1', port), timeout=5).close()\n"
+        "try:\n"
+        "    socket.create_connection(('127.0.0.2', port), timeout=5)\n"
+        "except ConnectionRefusedError:\n"
+        "    print('refused elsewhere')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPO, env=environment(), capture_output=True, text=True)
+    assert done.stdout == "refused elsewhere\n", done.stderr

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import subprocess
 import sys
 import time
@@ -48,6 +49,25 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path):
         text=True,
     )
     assert "is another job's" in second.stderr  # this one has it now
+
+
+def test_deleting_the_file_does_not_let_two_jobs_write(tmp_path):
+    """The second job gets a lock of its own; the first notices before it writes again."""
+    mine, taken = tmp_path / "mine", tmp_path / "taken"
+    for directory in (mine, taken):
+        occupied.lock_run(directory, patience=0)
+        occupied.keep_run_lock(directory)
+        (directory / f"{occupied.NAME}.lock").unlink()
+    with pytest.warns(UserWarning, match="was deleted while this job held it"):
+        occupied.keep_run_lock(mine)
+    occupied.keep_run_lock(mine)
+    gc.collect()
+    with pytest.raises(AssertionError):
+        another_job(mine, seconds=0)
+    with another_job(taken) as second:
+        with pytest.raises(ValueError, match=rf"is another job's, which still runs \(process {second.pid} on "):
+            occupied.keep_run_lock(taken)
+        second.kill()
 
 
 def test_a_job_that_is_about_to_end_is_waited_for(tmp_path):

@@ -33,7 +33,7 @@ with tempfile.TemporaryDirectory() as directory:
 dist.all_reduce(torch.ones(1))
 group, groups, held = dist.group.WORLD, {"a": dist.group.WORLD}, HELD
 atexit.register(print, "exit handler")
-threading.Timer(0.5, print, ["thread"]).start()
+threading.Timer(2.0, print, ["thread"]).start()
 leave()
 print("threads", worker_threads())
 """

@@ -64,8 +64,11 @@ class Job:
     scheduled: bool = False  # learning rate and weight decay
     decoupled_lr: float | None = None
     layerwise: str = "decayed"
+    vector_lr: float = 1.0
+    embeddings: str = "ratio"
     weight_decay: float = WEIGHT_DECAY
     steps: int = 10
+    gated: bool = False  # SwiGLU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +156,8 @@ def transformer_config(job, layout):
         # Room for all tokens in every expert: gloo gathers only pieces of one size over the experts' tensor ranks.
         moe_expert_capacity_factor=job.experts / 2 if (layout.expert_tensor or 1) > 1 else None,
         moe_pad_expert_input_to_capacity=(layout.expert_tensor or 1) > 1,
+        gated_linear_unit=job.gated,
+        activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
         add_bias_linear=not job.experts,  # a bias of an expert stops Megatron's own forward pass
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -358,7 +363,11 @@ def reference(job, make: Callable[..., torch.optim.Optimizer] | None = None):
     with parallel(Layout()):
         (model,) = build(job)
         groups = alto_groups(model)
-        optimizer = make(groups) if make else ALTO(groups, layerwise=job.layerwise, **ALTO_OPTIONS)
+        for group in groups:
+            if job.embeddings == "adam" and group["name"].startswith("embedding"):
+                group["layerwise"] = "none"
+        options = {"layerwise": job.layerwise, "vector_lr": job.vector_lr, **ALTO_OPTIONS}
+        optimizer = make(groups) if make else ALTO(groups, **options)
         losses, gradients = [], []
         for step in range(job.steps):
             optimizer.zero_grad()
@@ -391,10 +400,13 @@ def clip(gradients, limit):
 class Megatron:
     """The job in a layout; use within ``parallel(layout)``."""
 
+    _ddp_config, _data_parallel = DistributedDataParallelConfig, DistributedDataParallel
+
     def __init__(self, job, layout, *, distributed=True, overlap=False, bucket_size=None, optimizer=None, same=False):
         self.job, self.layout, self.distributed, self.overlap, self.same = job, layout, distributed, overlap, same
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+        optimizer = optimizer or alto_config(job)
+        ddp_config = self._ddp_config(
+            grad_reduce_in_fp32=optimizer.main_grads_dtype == torch.float32,
             use_distributed_optimizer=distributed,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and distributed,
@@ -404,11 +416,11 @@ class Megatron:
         chunks = build(job, layout)
         self.config = _gpt(chunks[0]).config
         self.chunks = [
-            DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=i > 0)
+            self._data_parallel(self.config, ddp_config, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
         self.optimizer = get_megatron_optimizer(
-            dataclasses.replace(optimizer or alto_config(job), **self._shared_settings()),
+            dataclasses.replace(optimizer, **self._shared_settings()),
             self.chunks,
             use_gloo_process_groups=False,
         )
@@ -569,6 +581,8 @@ def alto_config(job, **more):
         alto_betas=ALTO_OPTIONS["betas"],
         alto_eps=ALTO_OPTIONS["eps"],
         alto_layerwise=job.layerwise,
+        alto_vector_lr=job.vector_lr,
+        alto_embeddings=job.embeddings,
         **more,
     )
 

@@ -1,4 +1,4 @@
-"""Runs of the training program with configs/gpt2-tiny.yaml, as tests start them."""
+"""Runs of the training program with gpt2-tiny-alpha.yaml beside this file, as tests start them."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def prepare_tokens(folder):
 
 
 def arguments(engine, data, into, *overrides):
-    job = [*ENTRIES[engine], "pretrain", "--config", "configs/gpt2-tiny.yaml", "--engine", engine]
+    job = [*ENTRIES[engine], "pretrain", "--config", "tests/helpers/gpt2-tiny-alpha.yaml", "--engine", engine]
     return [*job, "--into", str(into), f"data.directory={data}", *SETTINGS, *overrides]
 
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from alto_distributed import ALTO, E, recipe
+from alto_distributed import ALTO, E, param_groups, recipe
 from alto_distributed.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from alto_distributed.kernels import check_kernel
 
@@ -58,7 +58,8 @@ def test_the_training_program():
 
     chosen = arguments(Run())
     assert Hyperparameters(**{name: chosen[name] for name in HYPERPARAMETER_NAMES if name in chosen}) == DEFAULTS
-    literal, own = of_signature(ALTO), {"skip_nonfinite": True}  # the program ends a run that only skips
+    literal = {**of_signature(param_groups), **of_signature(ALTO)}
+    own = {"skip_nonfinite": True}  # the program ends a run that only skips
     others = chosen.keys() - HYPERPARAMETER_NAMES
     assert set(HYPERPARAMETER_NAMES) - chosen.keys() == {"maximize"}  # no run wants it
     assert {"kernel", "diagnostics_every", "grad_ema_dtype", "exp_avg_dtype"} < others

@@ -105,6 +105,7 @@ def test_data_files_of_any_content(data, prepared):
         ways = damaged(contents[name]) | st.binary(max_size=40)
         if name == files.MANIFEST:
             ways |= mutated(json.loads(contents[name])).map(lambda value: json.dumps(value).encode())
+            ways |= mutated(json.loads(contents[name])).map(encoded)  # with a checksum that fits
         if name == "train.idx":  # of the same length: what sizes do not tell
             ways |= st.builds(lambda at, new: contents["train.idx"][:at] + new + contents["train.idx"][at + len(new) :],
                               st.integers(0, len(contents[name]) - 8), st.binary(min_size=1, max_size=8))  # fmt: skip

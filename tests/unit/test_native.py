@@ -5,9 +5,11 @@ import math
 import multiprocessing
 import os
 import platform
+import shlex
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import fields, replace
 
@@ -360,15 +362,40 @@ def test_a_compiler_that_fails_or_lies_or_is_not_there(build, tmp_path):
     for name, body, message in (
         ("fails", "echo nonsense on line 3 >&2; exit 1", "fails failed on alto.c: nonsense on line 3"),
         ("lies", "exit 0", "lies failed on alto.c: .*file too short"),
+        ("speaks latin", r"printf 'erreur: cha\356ne' >&2; exit 1", "failed on alto.c: erreur: cha\ufffdne"),
     ):
         compiler = tmp_path / name
         compiler.write_text(f"#!/bin/sh\n{body}\n")
         compiler.chmod(0o755)
         with pytest.raises(native_build.NativeUnavailable, match=message):
-            build(CC=str(compiler))
+            build(CC=shlex.quote(str(compiler)))
+    with pytest.raises(native_build.NativeUnavailable, match="is not a command: No closing quotation"):
+        build(CC="gcc'")
     with pytest.raises(ValueError, match="CC='no-such-cc -m64' names was not found"):
         build(CC="no-such-cc -m64")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(build, tmp_path, monkeypatch):
+    """What it starts has its output, and would be waited for."""
+    compiler = tmp_path / "hangs"
+    compiler.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native_build, "_TIMEOUT", 0.3)
+    began = time.monotonic()
+    with pytest.raises(native_build.NativeUnavailable, match="did not run: .*timed out"):
+        build(CC=str(compiler))
+    assert time.monotonic() - began < 20
+
+
+def test_a_cache_that_others_could_replace_is_not_used(build, tmp_path):
+    parent = tmp_path / "shared"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(native_build.NativeUnavailable, match=rf"{parent} can be written to by others \(chmod go-w"):
+        build(ALTO_CACHE_DIR=str(parent / "cache"))
+    parent.chmod(0o1777)  # as /tmp is: what is there cannot be replaced
+    build(ALTO_CACHE_DIR=str(parent / "cache"))
 
 
 def test_a_compiler_that_does_not_know_this_cpu(build, tmp_path):

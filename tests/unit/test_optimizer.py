@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
+from alto_distributed import optimizer as optimizer_module
+from alto_distributed.kernels.capture import is_capturing
 from alto_distributed.sharding import Segment
-from alto_distributed.step_inputs import refuse_capture
 
 
 def network():
@@ -372,8 +373,11 @@ def test_a_step_between_forward_and_backward_is_noticed():
 
 def test_a_capture_is_refused(monkeypatch):
     """A CUDA graph would replay the numbers of one step."""
-    refuse_capture(torch.device("cpu"))
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    refuse_capture(torch.device("cpu"))
+    assert is_capturing(torch.device("cuda"))
+    ALTO([p]).step()  # a graph has nothing to do with the CPU
+    monkeypatch.setattr(optimizer_module, "is_capturing", lambda device: True)
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
-        refuse_capture(torch.device("cuda"))
+        ALTO([p]).step()

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -113,6 +114,32 @@ def test_a_resumed_log_has_every_step_once(tmp_path):
         ["3", "3.0"],
         ["4", "44.0"],
     ]
+
+
+def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path):
+    """One flipped bit of it blocked every resume: a log is not what a run goes on from."""
+    with logs.Log(tmp_path, 0, 9, tensorboard=False, speaks=True) as log:
+        for step in range(1, 6):
+            log.record(step, {"loss": 1.0 / step})
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b"{", b"[", 1), *lines[2:]]))
+    with pytest.raises(ValueError, match="line 2 is not a record"):
+        logs.read(tmp_path)  # a report says so
+    with (
+        pytest.warns(UserWarning, match=r"lines that are no records \(2\)"),
+        logs.Log(tmp_path, 4, 9, tensorboard=False, speaks=True) as log,
+    ):
+        log.record(5, {"loss": 2.0})
+    assert [(r["step"], r["loss"]) for r in logs.read(tmp_path)] == [(1, 1.0), (3, 1 / 3), (4, 0.25), (5, 2.0)]
+    for place in range(0, len(whole) * 8, 7):  # any bit
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logs.Log(tmp_path, 4, 9, tensorboard=False, speaks=True).__exit__(None, None, None)
 
 
 def test_a_run_that_ends_while_it_rewrites_its_log_loses_nothing(tmp_path, monkeypatch):

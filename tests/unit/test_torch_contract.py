@@ -4,7 +4,6 @@ The inputs of E are those that PyTorch has for the base. What cannot be, with th
 
     sparse gradients       states are dense; refused
     complex parameters     ALTO: norms and moments are real; refused (E leaves them to the base, but refuses gradients)
-    capturable             ALTO counts steps on the host; refused
     differentiable         ALTO does not record its step; refused
     CUDA, several GPUs     tests/distributed has them, with --device cuda
     momentum of 1 or more  PyTorch's tests of schedulers write such values to betas; ALTO refuses them at the next step
@@ -61,6 +60,7 @@ def alto_inputs(device, dtype=None):
         "trust_clip": {"trust_clip": (0.1, 2.0)},
         "bfloat16 states": {"grad_ema_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"},
         "torch kernel": {"kernel": "torch", "foreach": True, "fused": True},
+        "capturable": {"capturable": True},
     }
     return [OptimizerInput(params=None, kwargs=given, desc=name) for name, given in kwargs.items()]
 
@@ -71,7 +71,7 @@ def alto_errors(device, dtype):
         ErrorOptimizerInput(
             OptimizerInput(params=None, kwargs={name: value}, desc=name), error_type=ValueError, error_regex=name
         )
-        for name, value in {**wrong, "capturable": True, "differentiable": True}.items()
+        for name, value in {**wrong, "capturable": "yes", "differentiable": True}.items()
     ]
     return get_error_inputs_for_all_optims(device, dtype) + own
 

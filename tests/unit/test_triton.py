@@ -40,10 +40,11 @@ BUILDS = [*((target, "float32") for target in (*CUDA, *AMD)), ("sm_90", "bfloat1
 def run(module, directory, *arguments, **environment):
     """Run a script of tests/unit/programs that leaves a JSON file, and read it."""
     output = directory / f"{module}.json"
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))  # which may name another Triton
     done = subprocess.run(
         [sys.executable, "-m", f"tests.unit.programs.{module}", str(output), *arguments],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(directory / "cache"), **environment},
+        env={**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(directory / "cache"), **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -148,8 +149,9 @@ def piece(spans, dtype=torch.float32):
 
 def tables(pieces, tiling=None):
     table = PieceTable(torch.device("cpu"), tiling)
-    assert table.update(batch_of(pieces))
-    assert not table.update(pieces)
+    shapes = [(one, Dtypes.of(one)) for one in batch_of(pieces)]
+    assert table.update(shapes)
+    assert not table.update(shapes)
     return table.tables
 
 

@@ -38,13 +38,14 @@
 /* The numbers of one step, for spans that share them; NUMBERS of kernel.py, field by field. */
 typedef struct {
     double rho, beta1, beta2, beta3, eps, scale, weight_decay;
+    double gradient_factor; /* sign and unscaling: 1 leaves every bit as it is */
     int64_t step;
 } Numbers;
 
 /* One span of a shard; SPAN of kernel.py, field by field. */
 typedef struct {
-    const void *grad; /* NULL: the span is not in this step */
     void *param;
+    const void *grad; /* NULL: the span is not in this step */
     void *exp_avg;
     float *exp_avg_sq;
     void *grad_ema; /* NULL where alpha is 0 and always was */
@@ -55,7 +56,7 @@ typedef struct {
     int64_t first_block;
     uint32_t seed;
     int32_t ratio; /* whether the squares of theta and r are wanted */
-    int32_t grad_is_bf16, param_is_bf16, exp_avg_is_bf16, grad_ema_is_bf16;
+    int32_t param_is_bf16, grad_is_bf16, exp_avg_is_bf16, grad_ema_is_bf16;
 } Span;
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
@@ -270,7 +271,7 @@ static inline __attribute__((always_inline)) void loop(int n, const Numbers *c, 
                                                        const float *restrict theta, Sums *total, const int ema,
                                                        const int moments, const int ratio) {
     const Weight to_ema = weight_of(c->rho), w1 = weight_of(1 - c->beta1), w2 = weight_of(1 - c->beta2);
-    const Vector b3 = all(c->beta3), w3 = all(1 - c->beta3);
+    const Vector b3 = all(c->beta3), w3 = all(1 - c->beta3), factor = all(c->gradient_factor);
     const Vector eps = all(c->eps), scale = all(c->scale), decay = all(c->weight_decay);
     Sums sums = *total;
     for (int i = 0; i < n; i += WIDTH) {
@@ -280,6 +281,7 @@ static inline __attribute__((always_inline)) void loop(int n, const Numbers *c, 
         if (ratio) here = load_ahead(theta + i);
         LOADS_BEFORE_STORES;
         if (moments) {
+            d *= factor;
             sums.nonzero -= d != 0; /* true is -1; a NaN is not 0 */
             if (ema) {
                 Vector gradient = d;

@@ -2,8 +2,9 @@
 
 The compiler is ``$CC``, or the first of ``cc``, ``gcc`` and ``clang``; it needs no headers but libc's and takes
 half a second. The library is kept in ``$ALTO_CACHE_DIR``, or else ``alto_distributed`` under the user's cache
-directory, under a name that stands for the source, the flags and the CPU: another CPU in the same cluster
-builds its own. Many ranks may build at once: each writes a file of its own and moves it into place.
+directory, under a name that stands for the source, the flags, the CPU and the C library: another CPU in the same
+cluster, or another container, builds its own. Many ranks may build at once: each writes a file of its own and moves
+it into place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -66,7 +68,7 @@ def library() -> ctypes.CDLL:
 
 
 def _fingerprint() -> str:
-    parts = (SOURCE.read_text(), repr((FLAGS, CPU_FLAGS)), os.environ.get("CC", ""), cpu())
+    parts = (SOURCE.read_text(), repr((FLAGS, CPU_FLAGS)), os.environ.get("CC", ""), cpu(), repr(platform.libc_ver()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -93,21 +95,29 @@ def _cache_directory() -> Path | None:
 
 
 def _refuse_others(path: Path) -> None:
-    """Raise PermissionError if somebody else could have put code there that we would run."""
+    """Raise PermissionError if somebody else could have put code there that we would run, or can replace a parent."""
     if not hasattr(os, "geteuid"):
         return
-    status = path.stat()
-    if status.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to another user")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{path} can be written to by others (chmod go-w {path})")
+    path = path.resolve()
+    for place in (path, *path.parents):
+        status = place.stat()
+        own = {os.geteuid()} if place == path else {os.geteuid(), 0}
+        if status.st_uid not in own:
+            raise PermissionError(f"{place} belongs to another user")
+        # In a sticky directory, as /tmp is, others cannot replace what is not theirs.
+        shared = place != path and status.st_mode & stat.S_ISVTX
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
+            raise PermissionError(f"{place} can be written to by others (chmod go-w {place})")
 
 
 def find_compiler() -> list[str]:
     """The command of the C compiler. Raises NativeUnavailable."""
     chosen = os.environ.get("CC")
     if chosen:
-        command = shlex.split(chosen)
+        try:
+            command = shlex.split(chosen)
+        except ValueError as error:
+            raise NativeUnavailable(f"CC={chosen!r} is not a command: {error}") from error
         if command and shutil.which(command[0]):
             return command
         raise NativeUnavailable(f"the C compiler that CC={chosen!r} names was not found")
@@ -127,10 +137,10 @@ def _build(path: Path) -> Path:
         for for_this_cpu in CPU_FLAGS:
             command = [*compiler, *FLAGS, *for_this_cpu, "-pthread", str(SOURCE), "-o", unfinished, "-lm"]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+                status, said = _run(command)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise NativeUnavailable(f"the C compiler {shlex.join(compiler)} did not run: {error}") from error
-            if done.returncode == 0:
+            if status == 0:
                 try:
                     _load(Path(unfinished))
                 except OSError as error:
@@ -141,11 +151,26 @@ def _build(path: Path) -> Path:
                 os.chmod(unfinished, 0o700)
                 os.replace(unfinished, path)
                 return path
-            complaint = complaint or (done.stderr or done.stdout).strip()[-500:]
+            complaint = complaint or said.strip()[-500:]
         raise NativeUnavailable(f"the C compiler {shlex.join(compiler)} failed on {SOURCE.name}: {complaint}")
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """How a command ended, and what it said. One that takes too long is killed with all that it started."""
+    with tempfile.TemporaryFile() as output:  # no pipe, which a process that outlives the compiler would keep open
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        output.seek(0)
+        return status, output.read().decode(errors="replace")
 
 
 def _is_whole(path: Path) -> bool:

@@ -13,17 +13,19 @@ import os
 import struct
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...spans import PLAIN
 from .. import chunked
-from ..shards import FlatShard, Span, batch_of
+from ..shards import Coefficients, FlatShard, Memory, Span, batch_of
 from . import build as native_build
 from .build import NativeUnavailable
 
-_STATES = (torch.float32, torch.bfloat16)
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+_SERVED = frozenset((torch.float32, torch.bfloat16, None))
 # From so many elements on (1.7 GB a step and more), one thread is a mistake of the launcher's.
 _MANY = 100_000_000
 # A thread is worth its start from so many elements on.
@@ -33,7 +35,7 @@ _ELEMENTS_A_THREAD = 1 << 16
 # ``Span`` and ``Numbers`` of alto.c, field by field. What a step changes of a span comes first.
 _POINTERS = "5Pq"
 SPAN = struct.Struct(f"@{_POINTERS}4qI5i")
-NUMBERS = struct.Struct("@7dq")
+NUMBERS = struct.Struct("@8dq")
 _CHANGES = struct.Struct(f"@{_POINTERS}")
 
 
@@ -78,14 +80,20 @@ def available() -> bool:
 
 def serves(shard: FlatShard) -> bool:
     """Whether C can work on these tensors where they are."""
-    if shard.exp_avg_sq.dtype != torch.float32:
-        return False
-    for t in (shard.grad, shard.param, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema):
-        if t is not None and not (
-            type(t) in PLAIN and t.dtype in _STATES and t.is_cpu and t.is_contiguous() and not t.is_neg()
-        ):
-            return False
-    return True
+    return _serves(shard.memory)
+
+
+def _serves(memory: Memory | None) -> TypeGuard[Memory]:
+    return (
+        memory is not None
+        and memory.device.type == "cpu"
+        and memory.dtypes[3] == torch.float32
+        and _SERVED.issuperset(memory.dtypes)
+    )
+
+
+#: Of a shard, what no step changes: its spans, its seed and its dtypes.
+_Shape = tuple[tuple[Span, ...], int, tuple[torch.dtype | None, ...]]
 
 
 class Spans:
@@ -99,35 +107,36 @@ class Spans:
         self.spans = bytearray()
         self.blocks = 0
 
-    def update(self, shards: Sequence[FlatShard]) -> bytearray:
+    def update(self, shards: Sequence[tuple[FlatShard, Memory]]) -> bytearray:
         """Bring the records up to date; gives the numbers that they refer to."""
-        shapes = [_shape_of(shard) for shard in shards]
-        if any(self._known.get(shard.place) != shape for shard, shape in zip(shards, shapes, strict=True)):
-            self._known.update((shard.place, shape) for shard, shape in zip(shards, shapes, strict=True))
+        known = self._known
+        new = {
+            shard.place: shape
+            for shard, memory in shards
+            if known.get(shard.place) != (shape := (shard.spans, shard.seed, memory.dtypes))
+        }
+        if new:
+            known.update(new)
             self._write()
-        if len(shards) < len(self._known):
-            for place in self._known.keys() - {shard.place for shard in shards}:
+        if len(shards) < len(known):
+            for place in known.keys() - {shard.place for shard, _ in shards}:
                 for at, _ in self._records[place]:
                     _CHANGES.pack_into(self.spans, at, 0, 0, 0, 0, 0, 0)
         rows: dict[int, int] = {}
         numbers = bytearray()
-        for shard in shards:
+        for shard, memory in shards:
             c = shard.coefficients
             row = rows.get(id(c))
             if row is None:
                 row = rows[id(c)] = len(rows)
-                scale, eps = c.scale_and_eps()
-                rho = -c.alpha * (1 - c.beta1)
-                numbers += NUMBERS.pack(rho, c.beta1, c.beta2, c.beta3, eps, scale, c.weight_decay, c.step)
-            grad, param, m, v, u = shard.grad, shard.param, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema
-            places = grad.data_ptr(), param.data_ptr(), m.data_ptr(), v.data_ptr(), 0 if u is None else u.data_ptr()
+                numbers += _numbers(c, float(shard.gradient_factor))
             for at, start in self._records[shard.place]:
                 if start == 0:
-                    _CHANGES.pack_into(self.spans, at, *places, row)
+                    _CHANGES.pack_into(self.spans, at, *memory.addresses, row)
                 else:
                     moved = (
-                        address + start * t.itemsize if t is not None else 0
-                        for address, t in zip(places, (grad, param, m, v, u), strict=True)
+                        address + start * dtype.itemsize if dtype is not None else 0
+                        for address, dtype in zip(memory.addresses, memory.dtypes, strict=True)
                     )
                     _CHANGES.pack_into(self.spans, at, *moved, row)
         return numbers
@@ -135,36 +144,26 @@ class Spans:
     def _write(self) -> None:
         """What no step changes, for all shards that are known."""
         block = _found().alto_block()
-        self.spans = bytearray(SPAN.size * sum(len(shape.spans) for shape in self._known.values()))
+        self.spans = bytearray(SPAN.size * sum(len(spans) for spans, *_ in self._known.values()))
         at = self.blocks = 0
         self._records = {}
-        for place, shape in self._known.items():
+        for place, (spans, seed, dtypes) in self._known.items():
             self._records[place] = records = []
-            halves = (shape.grad, shape.param, shape.exp_avg, shape.grad_ema)
-            flags = [dtype == torch.bfloat16 for dtype in halves]
-            for start, stop, slot, ratio in shape.spans:
+            param, grad, m, _, u = dtypes
+            flags = [dtype == torch.bfloat16 for dtype in (param, grad, m, u)]
+            for start, stop, slot, ratio in spans:
                 length = stop - start
-                SPAN.pack_into(self.spans, at, *(0,) * 6, length, start, slot, self.blocks, shape.seed, ratio, *flags)
+                fixed = length, start, slot, self.blocks, seed & 0xFFFFFFFF, ratio, *flags
+                SPAN.pack_into(self.spans, at, *(0,) * 6, *fixed)
                 records.append((at, start))
                 at += SPAN.size
                 self.blocks += -(-length // block)
 
 
-class _Shape(NamedTuple):
-    """Of a shard, what no step changes."""
-
-    spans: tuple[Span, ...]
-    seed: int
-    param: torch.dtype
-    grad: torch.dtype
-    exp_avg: torch.dtype
-    grad_ema: torch.dtype | None
-
-
-def _shape_of(shard: FlatShard) -> _Shape:
-    u = shard.grad_ema
-    dtypes = shard.param.dtype, shard.grad.dtype, shard.exp_avg.dtype, None if u is None else u.dtype
-    return _Shape(shard.spans, shard.seed & 0xFFFFFFFF, *dtypes)
+def _numbers(c: Coefficients, gradient_factor: float) -> bytes:
+    scale, eps = c.scale_and_eps()
+    rho = -c.alpha * (1 - c.beta1)
+    return NUMBERS.pack(rho, c.beta1, c.beta2, c.beta3, eps, scale, c.weight_decay, gradient_factor, c.step)
 
 
 class Prepared(NamedTuple):
@@ -198,11 +197,16 @@ def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: P
 
 def _prepare(shards: Sequence[FlatShard]) -> Prepared:
     batch = batch_of(shards)
-    ours = [shard for shard in batch if serves(shard)]
-    others = [] if len(ours) == len(batch) else [shard for shard in batch if not serves(shard)]
+    ours, others, elements = [], [], 0
+    for shard in batch:
+        memory = shard.memory
+        if _serves(memory):
+            ours.append((shard, memory))
+            elements += shard.spans[-1].stop if shard.spans else 0
+        else:
+            others.append(shard)
     table = batch.kept.setdefault("native", Spans())
     numbers = table.update(ours)
-    elements = sum(shard.param.numel() for shard in ours)
     threads = torch.get_num_threads()
     if threads == 1 and elements > _MANY:
         _warn_of_one_thread()

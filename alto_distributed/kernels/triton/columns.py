@@ -36,7 +36,7 @@ PIECE_COLUMNS = 8
 ALIGNMENT = 16  # bytes; the widest load or store of a thread
 
 # One row for the pieces that share a group and a step. float64; a kernel rounds each to float32 as it reads it.
-COEFFICIENT_COLUMNS = 11
+COEFFICIENT_COLUMNS = 12
 (
     ALPHA,
     ONE_MINUS_BETA1,
@@ -49,4 +49,5 @@ COEFFICIENT_COLUMNS = 11
     CORRECTION2,  # 1 / (1 - beta2^k)
     CORRECTION3,  # 1 / sqrt(1 - beta3^k)
     STEP,  # k, for the rounding of low-precision states
+    SIGN,  # of the gradient: -1 to climb
 ) = range(COEFFICIENT_COLUMNS)

@@ -61,6 +61,7 @@ _WEIGHT_DECAY = tl.constexpr(columns.WEIGHT_DECAY)
 _CORRECTION2 = tl.constexpr(columns.CORRECTION2)
 _CORRECTION3 = tl.constexpr(columns.CORRECTION3)
 _STEP = tl.constexpr(columns.STEP)
+_SIGN = tl.constexpr(columns.SIGN)
 _COEFFICIENT_COLUMNS = tl.constexpr(columns.COEFFICIENT_COLUMNS)
 
 
@@ -80,7 +81,7 @@ def _of_direction(row):
 
 
 @triton.jit
-def _of_moments(row):
+def _of_moments(row, inverse_scale):
     """The numbers that the states need."""
     return (
         tl.load(row + _ALPHA).to(tl.float32),
@@ -89,6 +90,7 @@ def _of_moments(row):
         tl.load(row + _ONE_MINUS_BETA2).to(tl.float32),
         tl.load(row + _BETA3).to(tl.float32),
         tl.load(row + _ONE_MINUS_BETA3).to(tl.float32),
+        tl.load(row + _SIGN).to(tl.float32) * tl.load(inverse_scale),
     )
 
 
@@ -120,10 +122,10 @@ def _tile_of_phase_one(
     low, high = chunk
     param, grad, exp_avg, exp_avg_sq, grad_ema = addresses
     key_of_grad_ema, key_of_exp_avg = keys
-    alpha, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3 = of_moments
+    alpha, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, gradient_factor = of_moments
     index = tile * TILE + tl.arange(0, TILE)
     inside = (index >= low) & (index < high)
-    d = load(grad, tile, inside, GRAD, TILE, WIDE)
+    d = load(grad, tile, inside, GRAD, TILE, WIDE) * gradient_factor
     nonzero = (d != 0.0).to(tl.int32)  # a NaN is not 0 either
     m = load(exp_avg, tile, inside, EXP_AVG, TILE, WIDE)
     v = load(exp_avg_sq, tile, inside, tl.float32, TILE, WIDE)
@@ -208,6 +210,7 @@ def phase_one(
     places,
     pieces,
     coefficients,
+    inverse_scale,
     skip,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
@@ -233,7 +236,7 @@ def phase_one(
     )
     seed, step = tl.load(piece + _SEED), tl.load(row + _STEP).to(tl.int64)
     keys = (rounding_key(seed, step, FOR_GRAD_EMA), rounding_key(seed, step, FOR_EXP_AVG))
-    moments, direction = _of_moments(row), _of_direction(row)
+    moments, direction = _of_moments(row, inverse_scale), _of_direction(row)
 
     theta_squares = tl.zeros([TILE], tl.float64)
     r_squares = tl.zeros([TILE], tl.float64)

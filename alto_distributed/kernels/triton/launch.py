@@ -37,6 +37,7 @@ def launch_phase_one(
                 places,
                 values.pieces,
                 values.coefficients,
+                values.inverse_scale,
                 skip,
                 PARAM=element_type(dtypes.param),
                 GRAD=element_type(dtypes.grad),

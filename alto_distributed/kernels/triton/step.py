@@ -13,18 +13,21 @@ import functools
 import importlib
 import re
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...spans import PLAIN
+from ..capture import is_capturing, refuse_cold
 from ..foreach import ForeachKernel
-from ..proof import Dtypes
 from ..protocol import Kernel
-from ..shards import FlatShard, batch_of
+from ..shards import Dtypes, FlatShard, Memory, batch_of
 from .launch import launch_phase_one, launch_phase_two
-from .table import PieceTable, Tiling
+from .table import PieceTable, Tables, Tiling
 from .values import Values
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WEIGHTS_AND_GRADIENTS = (torch.float32, *_LOW_PRECISION)
@@ -55,25 +58,32 @@ def _triton_is_installed() -> bool:
 
 def serves(piece: FlatShard) -> bool:
     """Whether the kernel is written for a piece. Not float64, nor tensors whose elements are not side by side."""
-    return (
-        piece.param.dtype in _WEIGHTS_AND_GRADIENTS
-        and piece.grad.dtype in _WEIGHTS_AND_GRADIENTS
-        and piece.exp_avg_sq.dtype == torch.float32
-        and piece.exp_avg.dtype in _STATES
-        and (piece.grad_ema is None or piece.grad_ema.dtype in _STATES)
-        and all(
-            tensor is None or (type(tensor) in PLAIN and tensor.is_contiguous())  # an expanded gradient is not
-            for tensor in (piece.param, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.grad_ema)
-        )
+    return _dtypes(piece.memory) is not None
+
+
+def _dtypes(memory: Memory | None) -> Dtypes | None:
+    """What a launch for tensors in this memory is compiled for; None if there is none."""
+    if memory is None:
+        return None
+    param, grad, m, v, u = memory.dtypes
+    known = (
+        param in _WEIGHTS_AND_GRADIENTS
+        and grad in _WEIGHTS_AND_GRADIENTS
+        and m in _STATES
+        and v == torch.float32
+        and (u is None or u in _STATES)
     )
+    return Dtypes(param, grad, m, u) if known else None
 
 
 class Prepared(NamedTuple):
     """What phase one has made ready for phase two."""
 
-    table: PieceTable
+    tables: Tables
+    tiling: Tiling
     values: Values
-    pieces: list[FlatShard]
+    ours: bool
+    """Whether this kernel has anything to do."""
     others: list[FlatShard]
     """Which go the way of plain torch operations."""
     rest: Any
@@ -101,8 +111,8 @@ class TritonKernel:
 
     def phase_one(self, pieces: Sequence[FlatShard], sums: torch.Tensor) -> Prepared:
         prepared = self._prepare(pieces)
-        if prepared.pieces:
-            launch_phase_one(prepared.table.tables, prepared.table.tiling, prepared.values, sums, self._skip)
+        if prepared.ours:
+            launch_phase_one(prepared.tables, prepared.tiling, prepared.values, sums, self._skip)
         rest = self._other_way.phase_one(prepared.others, sums) if prepared.others else None
         return prepared._replace(rest=rest)
 
@@ -110,8 +120,8 @@ class TritonKernel:
         self, pieces: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: Prepared | None = None
     ) -> None:
         prepared = prepared or self._prepare(pieces)
-        if prepared.pieces:
-            launch_phase_two(prepared.table.tables, prepared.table.tiling, prepared.values, step_sizes, self._skip)
+        if prepared.ours:
+            launch_phase_two(prepared.tables, prepared.tiling, prepared.values, step_sizes, self._skip)
         if prepared.others:
             self._other_way.phase_two(prepared.others, step_sizes, prepared.rest)
 
@@ -124,7 +134,10 @@ class TritonKernel:
         return TritonKernel(self._tiling, self._skip, dtypes)
 
     def _serves(self, piece: FlatShard) -> bool:
-        return serves(piece) and (self._only is None or Dtypes.of(piece) in self._only)
+        return self._allowed(_dtypes(piece.memory))
+
+    def _allowed(self, dtypes: Dtypes | None) -> TypeGuard[Dtypes]:
+        return dtypes is not None and (self._only is None or dtypes in self._only)
 
     @property
     def _other_way(self) -> Kernel:
@@ -133,18 +146,50 @@ class TritonKernel:
     def _prepare(self, pieces: Sequence[FlatShard]) -> Prepared:
         """The tables of these pieces, with their addresses and numbers on the device."""
         batch = batch_of(pieces)
-        ours = [piece for piece in batch if self._serves(piece)]
-        others = [] if len(ours) == len(batch) else [piece for piece in batch if not self._serves(piece)]
+        ours: list[tuple[FlatShard, Dtypes]] = []
+        sent: list[tuple[FlatShard, Memory]] = []
+        others: list[FlatShard] = []
+        for piece in batch:
+            memory = piece.memory
+            dtypes = _dtypes(memory)
+            if memory is not None and self._allowed(dtypes):
+                ours.append((piece, dtypes))
+                sent.append((piece, memory))
+            else:
+                others.append(piece)
         device = batch[0].param.device if batch else torch.device("cpu")
-        table, values = batch.kept.get(key := ("triton", _stream(device), self._tiling), (None, None))
+        if ours and is_capturing(device):
+            table, tables, values = self._for_capture(ours, batch.kept)
+        else:
+            table, values = self._in_use(ours, device, batch.kept)
+            tables = table.tables
+        if ours:
+            values.send(sent, table.rows)
+        return Prepared(tables, table.tiling, values, bool(ours), others, None)
+
+    def _in_use(
+        self, pieces: Sequence[tuple[FlatShard, Dtypes]], device: torch.device, kept: dict[Any, Any]
+    ) -> tuple[PieceTable, Values]:
+        table, values = kept.get(key := ("triton", self._tiling, _stream(device)), (None, None))
         if table is None:
             table = PieceTable(device, self._tiling)
-        if table.update(ours) or values is None:
+        if table.update(pieces) or values is None:
             values = Values(len(table.rows), device)
-        batch.kept[key] = table, values
-        if ours:
-            values.send(ours, table.rows)
-        return Prepared(table, values, ours, others, None)
+        kept[key] = kept["triton", self._tiling] = table, values
+        return table, values
+
+    def _for_capture(
+        self, pieces: Sequence[tuple[FlatShard, Dtypes]], kept: dict[Any, Any]
+    ) -> tuple[PieceTable, Tables, Values]:
+        """What no step changes is that of the last step, on whatever stream; what is written is the graph's own."""
+        table, values = kept.get(("triton", self._tiling), (None, None))
+        own = None
+        if table is not None and all(table.knows(*piece) for piece in pieces):
+            own = values.for_capture()
+        if own is None:
+            refuse_cold("the tables of the Triton kernel are not on the device yet, or another graph has taken them")
+        kept.setdefault("captured", []).append(own.pinned)
+        return table, replace(table.tables, partials=torch.empty_like(table.tables.partials)), own
 
 
 def _stream(device: torch.device) -> int:

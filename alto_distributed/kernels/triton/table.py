@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..proof import Dtypes
-from ..shards import SUMS, FlatShard, Span
+from ..shards import SUMS, Dtypes, FlatShard, Span
 from .columns import CHUNK_COLUMNS, PIECE, PLACE, SLOT, TOTAL_COLUMNS
 from .upload import upload
 
@@ -73,14 +72,16 @@ class PieceTable:
         self._chunks: dict[int, torch.Tensor] = {}
         self.tables = self._tables()
 
-    def update(self, pieces: Sequence[FlatShard]) -> bool:
+    def knows(self, piece: FlatShard, dtypes: Dtypes) -> bool:
+        # Most tuples of spans are the very objects of last time, so that comparing them takes no time.
+        return self._known.get(piece.place) == (dtypes, piece.spans)
+
+    def update(self, pieces: Sequence[tuple[FlatShard, Dtypes]]) -> bool:
         """Take in what is new; whether anything was."""
         changed = False
-        for piece in pieces:
-            shape = Dtypes.of(piece), piece.spans
-            # Most tuples of spans are the very objects of last time, so that comparing them takes no time.
-            if self._known.get(piece.place) != shape:
-                changed = True
+        for piece, dtypes in pieces:
+            if not self.knows(piece, dtypes):
+                changed, shape = True, (dtypes, piece.spans)
                 self._known[piece.place] = shape
                 row = self.rows.setdefault(piece.place, len(self.rows))
                 self._chunks[piece.place] = _chunks(row, piece.spans, self.tiling)

@@ -35,6 +35,7 @@ from .manifest import FileRecord, Manifest
 _FREE = (
     *("logs", "evaluation", "checkpoints", "deepspeed", "megatron", "data.directory", "data.verify"),
     *("training.micro_batch", "training.recompute", "training.timeout"),
+    "optimizer.preset",  # what it stands for is in the options, and is compared
 )
 
 _ABOUT = "run.json"
@@ -53,11 +54,17 @@ class Checkpoints:
     Args:
         directory: where they are, on a file system that all ranks see; made on the first save.
         run: the run's settings.
+        data: checksums of the files that it trains on, by name.
+        other_data: go on with other data than a checkpoint was trained on.
     """
 
-    def __init__(self, directory: Path, run: Run) -> None:
+    def __init__(
+        self, directory: Path, run: Run, data: Mapping[str, str] | None = None, *, other_data: bool = False
+    ) -> None:
         self.directory = directory
         self.run = run
+        self._data = dict(data or {})
+        self._other_data = other_data
 
     def all(self) -> list[Checkpoint]:
         """Oldest first. Each was whole once; whether it still is, :meth:`load` finds out."""
@@ -129,7 +136,7 @@ class Checkpoints:
 
     def _publish(self, step: int, beside: Path, final: Path, entries: dict[str, FileRecord]) -> None:
         """The manifest, the disk, the rename; and only then is anything older deleted."""
-        about = {"step": step, "settings": self.run.as_dict()}
+        about = {"step": step, "settings": self.run.as_dict(), "data": self._data}
         (beside / _ABOUT).write_text(json.dumps(about, indent=1))
         entries = {**entries, _ABOUT: manifest.entry_of(beside / _ABOUT, 0, {})}
         whole = Manifest(step, dist.get_world_size(), manifest.versions(), entries)
@@ -188,8 +195,8 @@ class Checkpoints:
             raise ValueError(
                 f"{checkpoint.path} is damaged and was not loaded: {'; '.join(damage)}. {self._instead(checkpoint)}"
             )
-        saved, saved_by = run_on_rank0(
-            lambda: (_settings(checkpoint.path / _ABOUT), manifest.read(checkpoint.path).world_size)
+        (saved, data), saved_by = run_on_rank0(
+            lambda: (_about(checkpoint.path / _ABOUT), manifest.read(checkpoint.path).world_size)
         )
         changed = list(differences(saved, self.run.as_dict()))
         if changed:
@@ -197,7 +204,18 @@ class Checkpoints:
                 f"{checkpoint.path} was written by a run with other settings: {'; '.join(changed)}. Go on with those, "
                 "or start in another directory (--into)"
             )
+        self._refuse_other_data(checkpoint.path, data)
         engine.load(checkpoint.path, saved_by)
+
+    def _refuse_other_data(self, path: Path, data: Mapping[str, Any]) -> None:
+        """Raise if a checkpoint was trained on other data. One of before 0.2 does not say."""
+        others = [name for name in sorted({*data, *self._data}) if data.get(name) != self._data.get(name)]
+        if data and self._data and others and not self._other_data:
+            raise ValueError(
+                f"{path} was trained on other data than {self.run.data.directory} holds now: {', '.join(others)} "
+                "differ. Name the directory that it was trained on in data.directory, or give --other-data if the "
+                "change is meant"
+            )
 
     def _instead(self, damaged: Checkpoint) -> str:
         away = f"mv {shlex.quote(str(damaged.path))} {shlex.quote(f'{damaged.path}.damaged')}"
@@ -233,13 +251,14 @@ def _inside(directory: Path, written: Mapping[Path, Written]) -> dict[str, Writt
     return {str(path.resolve().relative_to(here)): about for path, about in written.items()}
 
 
-def _settings(path: Path) -> Mapping[str, Any]:
-    """Those of the run that saved."""
+def _about(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The settings of the run that saved, and the checksums of its data."""
     about = parse_json(path.read_bytes(), str(path))
     settings = about.get("settings") if isinstance(about, dict) else None
-    if not isinstance(settings, dict):
+    data = about.get("data", {}) if isinstance(about, dict) else None
+    if not isinstance(settings, dict) or not isinstance(data, dict):
         raise ValueError(f"{path} does not hold the settings of a run")
-    return settings
+    return settings, data
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any], where: str = "") -> Iterator[str]:

@@ -5,9 +5,7 @@ See :mod:`..integrity` for what it guards against.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
@@ -17,7 +15,7 @@ import torch
 
 from ...errors import shown
 from ..config.parsing import parse_json
-from ..integrity import NAME, Content, content_of, damage, is_count, sync, write_json
+from ..integrity import NAME, Content, checksum_of_json, content_of, damage, is_count, sync, write_json
 
 __all__ = ["NAME", "FileRecord", "Manifest", "entry_of", "problems", "read", "versions", "write"]
 
@@ -58,7 +56,7 @@ def entry_of(path: Path, rank: int, states: Mapping[str, str]) -> FileRecord:
 def write(directory: Path, manifest: Manifest) -> None:
     """Put a manifest into a checkpoint, and see to it that names and content are on the disk."""
     content = {"version": _VERSION, **asdict(manifest)}
-    write_json(directory / NAME, {"checksum": _checksum(content), **content})
+    write_json(directory / NAME, {"checksum": checksum_of_json(content), **content})
     for folder in {directory, *(parent for name in manifest.files for parent in (directory / name).parents)}:
         if folder == directory or directory in folder.parents:
             sync(folder)
@@ -79,7 +77,7 @@ def read(directory: Path) -> Manifest:
     if not isinstance(content, dict):
         raise ValueError(f"{NAME}: cannot be read (it holds a {type(content).__name__}, and should hold an object)")
     checksum = content.pop("checksum", None)
-    if checksum != _checksum(content):
+    if checksum != checksum_of_json(content):
         raise ValueError(f"{NAME}: changed since it was written: its checksum is another")
     version = content.pop("version", None)
     if version != _VERSION:
@@ -134,10 +132,6 @@ def _holding(states: Mapping[str, str]) -> str:
     shown = [f"{name} {shape}" for name, shape in list(states.items())[:3]]
     more = [f"{len(states) - 3} more"] if len(states) > 3 else []
     return f" ({', '.join([*shown, *more])})"
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:

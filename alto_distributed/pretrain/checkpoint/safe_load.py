@@ -11,7 +11,7 @@ import importlib
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -50,11 +50,15 @@ def _problem(path: Path) -> str | None:
     if path.name != ".metadata":
         return more_than_data(path)
     try:
-        _MetadataUnpickler(path).load()
+        index = _MetadataUnpickler(path).load()
+        places = {str(info.relative_path) for info in (index.storage_data or {}).values()}
     except OSError:
         raise
     except Exception as error:
         return f"{path.name} ({str(error).strip().partition(chr(10))[0]})"
+    for place in sorted(places):
+        if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts:
+            return f"{path.name} (it names {place}, which is not in the checkpoint)"
     return None
 
 

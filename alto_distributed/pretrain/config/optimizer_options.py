@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import did_you_mean, named
 from ...hyperparameters import Hyperparameters, check_beta, check_eps
+from ...param_groups import check_embeddings
 from ...states import STATE_DTYPES, check_dtype
 
 #: Settings of their own, and what no run wants.
@@ -22,6 +23,7 @@ _ELSEWHERE = ("lr", "weight_decay", "maximize")
 
 _ALTO = {
     **{key: value for key, value in Hyperparameters().as_group().items() if key not in _ELSEWHERE},
+    "embeddings": "ratio",
     "kernel": "auto",
     **dict.fromkeys(STATE_DTYPES, "float32"),
 }
@@ -84,7 +86,9 @@ def resolve(name: str, lr: float, weight_decay: float, chosen: Mapping[str, Any]
         # Without alpha there is no acceleration, and no matter what its decay is.
         options.update(alpha=0.0, betas=(_ALTO["betas"][0], *options["betas"]))
     options["alpha"] = _number("alpha", options["alpha"])
-    others = {option: options.pop(option) for option in ("kernel", *STATE_DTYPES) if option in options}
+    options["vector_lr"] = _number("vector_lr", options["vector_lr"])
+    check_embeddings(options["embeddings"], "optimizer.options.embeddings")
+    others = {option: options.pop(option) for option in ("embeddings", "kernel", *STATE_DTYPES) if option in options}
     for option in others.keys() & STATE_DTYPES:
         check_dtype(f"optimizer.options.{option}", others[option])
     hyper = Hyperparameters(**options).as_group()

@@ -93,6 +93,8 @@ class Optimizer:
     """Learning rate after the warm-up; the default is ALTO's."""
     weight_decay: Amount = Hyperparameters.weight_decay
     """Decay of matrices; biases and norm layers are not decayed. The default is ALTO's."""
+    preset: Text = ""
+    """Of alto: where lr, weight_decay and options come from that are not set; see :func:`alto_distributed.recipe`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Everything else that the optimizer takes, by its own names: ``alpha``, ``betas``, ``eps`` ..."""
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from ...errors import shown
+from ...presets import recipe
 from .checking import checked, refusal
 from .parsing import check_size_limits, parse_yaml, read_settings
 from .sections import (
@@ -118,9 +119,30 @@ def parse(settings: dict[str, Any]) -> Run:
     """A run's settings from nested dictionaries, such as :meth:`Run.as_dict` gives."""
     check_size_limits(settings, "the settings")
     try:
-        return _RUN.validate_python(settings)
+        return _RUN.validate_python(_with_preset(settings))
     except ValidationError as error:
         raise ValueError(refusal(error, Run)) from None
+
+
+def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with what ``optimizer.preset`` says and they do not."""
+    optimizer: Any = settings.get("optimizer") if isinstance(settings, dict) else None
+    preset = optimizer.get("preset") if isinstance(optimizer, dict) else None
+    if not preset:
+        return settings
+    if optimizer.get("name", Optimizer.name) != "alto":
+        raise ValueError(f"optimizer.preset={shown(preset)} is alto's, and optimizer.name={shown(optimizer['name'])}")
+    training, options = settings.get("training"), optimizer.get("options")
+    batch = training.get("global_batch", Training.global_batch) if isinstance(training, dict) else Training.global_batch
+    if not isinstance(batch, int) or batch < 1 or not isinstance(options, (dict, type(None))):
+        return settings  # refused in its own words
+    try:
+        # Lists, as files have them: settings are compared with saved ones.
+        chosen = {name: list(x) if isinstance(x, tuple) else x for name, x in recipe(batch, preset).items()}
+    except ValueError as error:
+        raise ValueError(f"optimizer.{error}") from None
+    own = {name: chosen.pop(name) for name in ("lr", "weight_decay") if name in chosen}
+    return {**settings, "optimizer": {**own, **optimizer, "options": {**chosen, **(options or {})}}}
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -11,14 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.parsing import parse_json
-from ..integrity import NAME, Content, checksum, damage, is_count
+from ..integrity import NAME, Content, checksum, checksum_of_json, damage, is_count, write_json
 from . import indexed, tokenizer
 
 MANIFEST = NAME
 UNFINISHED = "unfinished"
 """Folder of a preparation that is under way or was interrupted."""
-FORMAT = 1
+FORMAT = 2
+"""The first did not hold its own checksum. It is still read."""
 SPLITS = ("train", "valid", "test")
+
+_CHECKSUM = "checksum"
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
@@ -39,17 +42,25 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}); {damaged}") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if isinstance(manifest, dict) and isinstance(found, int) and found != FORMAT:
+    if isinstance(manifest, dict) and isinstance(found, int) and found not in (1, FORMAT):
         raise ValueError(f"{path} has format {found}, and this version reads {FORMAT}; prepare the data again: {again}")
     for wrong in _not_a_manifest(manifest):
         raise ValueError(f"{path} is damaged ({wrong}); {damaged}")
-    return dict(manifest)
+    return {key: value for key, value in manifest.items() if key != _CHECKSUM}
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """What :func:`read_manifest` reads. Written last: it makes a directory complete."""
+    write_json(directory / MANIFEST, {_CHECKSUM: checksum_of_json(manifest), **manifest})
 
 
 def _not_a_manifest(manifest: Any) -> Iterator[str]:
     """What is missing from a manifest, or not of its type, among what is read from it."""
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in (1, FORMAT):
         yield "it is not a manifest"
+    said = {key: value for key, value in manifest.items() if key != _CHECKSUM}
+    if manifest["format"] != 1 and manifest.get(_CHECKSUM) != checksum_of_json(said):
+        yield "it was changed since it was written: its checksum is another"
     about = manifest.get("tokenizer")
     if not isinstance(about, dict) or not is_count(about.get("vocabulary")) or not about["vocabulary"]:
         yield "it does not tell the size of the vocabulary"
@@ -99,7 +110,7 @@ def open_tokens(directory: str | Path, split: str) -> NDArray[Any]:
 
 
 def verify(directory: str | Path, *splits: str) -> None:
-    """Read the files of some splits and compare them with what ``prepare`` wrote.
+    """Read the files of some splits, and the tokenizer's, and compare them with what ``prepare`` wrote.
 
     Raises:
         ValueError: one of them is missing, or has another content.
@@ -116,6 +127,18 @@ def verify(directory: str | Path, *splits: str) -> None:
                 f"{path} is missing or damaged: it is not what was prepared ({wrong}); copy it again, or prepare the "
                 "data again with --force"
             )
+    open_tokenizer(directory)
+
+
+def fingerprint(directory: str | Path) -> dict[str, str]:
+    """The checksums of a prepared directory's files: equal if and only if the tokens and the tokenizer are."""
+    manifest = read_manifest(directory)
+    found = {name: str(value) for name, value in manifest["tokenizer"].get("files", {}).items()}
+    for split in SPLITS:
+        counts = manifest["splits"][split]
+        if counts["documents"]:
+            found.update({name: str(counts[name].get("sha256")) for name in (f"{split}.bin", f"{split}.idx")})
+    return found
 
 
 def open_tokenizer(directory: str | Path) -> tokenizer.Tokenizer:

@@ -103,4 +103,4 @@ def publish(folder: Path, output: Path, names: Sequence[str], manifest: dict[str
     """Move finished files to where they belong; the manifest, which makes the directory complete, comes last."""
     for name in names:
         (folder / name).replace(output / name)
-    integrity.write_json(output / MANIFEST, manifest)
+    files.write_manifest(output, manifest)

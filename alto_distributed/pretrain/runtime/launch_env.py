@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import signal
 import socket
+import sys
 from datetime import timedelta
 
 import torch
@@ -11,9 +15,12 @@ import torch.distributed as dist
 
 from ...errors import MissingExtra
 from ...extras import what_to_install
+from . import own_store
 
 #: Set by the mpirun of Open MPI, of MPICH and Intel MPI, and of MVAPICH.
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def read_launch_env() -> None:
@@ -34,12 +41,14 @@ def read_launch_env() -> None:
         world = MPI.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
         local = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
-        address, port = world.bcast((_address(), free_port()) if rank == 0 else None)
+        address = world.bcast(os.environ.get("MASTER_ADDR") or _address() if rank == 0 else None)
+        port = world.bcast(own_store.hold(address, int(os.environ.get("MASTER_PORT", "0"))) if rank == 0 else None)
     else:
-        rank, size, local, address, port = 0, 1, 0, "127.0.0.1", free_port()
-    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "MASTER_ADDR": address, "MASTER_PORT": port}
-    for name, value in values.items():
-        os.environ.setdefault(name, str(value))
+        rank, size, local, address = 0, 1, 0, "127.0.0.1"
+        port = own_store.hold(address)
+    for name, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "MASTER_ADDR": address}.items():
+        os.environ[name] = str(value)
+    own_store.use(port)
 
 
 def _address() -> str:
@@ -52,10 +61,18 @@ def _address() -> str:
     return number
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
+def end_with_launcher() -> None:
+    """Be asked to end, as by SIGTERM, when torchrun dies: nobody else would, and this rank would hold the run's lock.
+
+    Linux alone can do that. A program that was started in another way may outlive its parent, as with nohup.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died before
+            signal.raise_signal(signal.SIGTERM)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

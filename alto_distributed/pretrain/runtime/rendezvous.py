@@ -18,31 +18,28 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .launch_env import free_port
-
-_BORROWED = "TORCHELASTIC_USE_AGENT_STORE"
+from . import own_store
 
 
 def rendezvous_again(seconds: float) -> None:
-    """Set MASTER_PORT to a new store's, where this process has been lent torchrun's. Called by all ranks.
+    """Move to a new store, where this process has been lent torchrun's. Called by all ranks.
 
     Raises:
         torch.distributed.DistError: another rank did not come within that time.
     """
-    if os.environ.get(_BORROWED) != "True":
+    if os.environ.get(own_store.USE_EXISTING) != "True" or own_store.is_used():
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=seconds)
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     stores: Any = dist  # torch's types leave them out
     store = stores.PrefixStore("alto_distributed", stores.TCPStore(*where, is_master=False, timeout=limit))
-    os.environ["MASTER_PORT"] = str(_invite(store, world, limit) if rank == 0 else _accept(store, rank, seconds))
-    os.environ[_BORROWED] = "False"
+    own_store.use(_invite(store, world, limit) if rank == 0 else _accept(store, rank, seconds))
 
 
 def _invite(store: Any, world: int, limit: timedelta) -> int:
     """Rank 0: say who it is, wait until all others have answered to that, and tell them whose answers it has."""
-    me, port = uuid.uuid4().hex, free_port()
+    me, port = uuid.uuid4().hex, own_store.hold(os.environ["MASTER_ADDR"])
     store.set("first", me)
     answers = [f"{me}/{rank}" for rank in range(1, world)]
     if answers:

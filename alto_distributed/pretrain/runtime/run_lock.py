@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+import warnings
 from pathlib import Path
 
 from filelock import FileLock
@@ -22,8 +23,10 @@ NAME = ".occupied"
 #: Seconds that a job which is about to end may take for it.
 PATIENCE = 30.0
 
-#: Those of this process.
-_held: dict[Path, FileLock] = {}
+#: Those of this process, with the file that each locked: its device and inode.
+_held: dict[Path, tuple[FileLock, tuple[int, int]]] = {}
+#: Kept, for a lock that is released may delete the file of its name.
+_of_deleted_files: list[FileLock] = []
 
 
 def lock_run(directory: Path, patience: float = PATIENCE) -> None:
@@ -34,17 +37,51 @@ def lock_run(directory: Path, patience: float = PATIENCE) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = (directory / NAME).resolve()
-    if path in _held:
+    if path not in _held:
+        _take(directory, path, patience)
+
+
+def keep_run_lock(directory: Path) -> None:
+    """See to it that the directory is still this job's, before anything in it is replaced. Called by rank 0.
+
+    Somebody may have deleted the file: the next job then makes and locks another of that name.
+
+    Raises:
+        ValueError: another job has it.
+    """
+    path = (directory / NAME).resolve()
+    if path not in _held or _identity(_file(path)) == _held[path][1]:
         return
+    directory.mkdir(parents=True, exist_ok=True)
+    _of_deleted_files.append(_held[path][0])
+    _take(directory, path, 0.0)
+    warnings.warn(f"{_file(path)} was deleted while this job held it; it is made again", stacklevel=2)
+
+
+def _take(directory: Path, path: Path, patience: float) -> None:
     try:
-        _held[path] = take(path.with_name(f"{NAME}.lock"), patience)
+        lock = take(_file(path), patience)
     except Timeout:
         raise ValueError(
             f"{directory} is another job's, which still runs ({_holder(path)}): end that one, or give this one a "
             "directory of its own (--into)"
         ) from None
+    _held[path] = lock, _identity(_file(path))
     with contextlib.suppress(OSError):  # on a full disk the lock holds all the same
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}\n")
+
+
+def _file(path: Path) -> Path:
+    return path.with_name(f"{NAME}.lock")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Which file a name stands for; (0, 0) for none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return status.st_dev, status.st_ino
 
 
 def _holder(path: Path) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -202,10 +203,11 @@ def case_the_last_good_one_is_never_deleted(directory):
 @worlds(2)
 def case_a_damaged_conversion_is_made_again(directory):
     """For another number of ranks a checkpoint is converted, and the result kept: damaged, it is not used."""
-    run, folder = run_of(2), directory / "converted"
+    run = run_of(2)
     with engine_of(run) as engine:
+        checkpoints = Checkpoints(directory / "converted", run)
         advance(engine, run, 0, 1)
-        engine.save(folder)
+        folder = checkpoints.save(engine, 1)
         before = weights(engine)
         kept = folder / "universal" / "zero" / "transformer.wte.weight" / "fp32.pt"
         for flipped in (False, True):
@@ -216,6 +218,48 @@ def case_a_damaged_conversion_is_made_again(directory):
             advance(engine, run, 1, 2)
             engine.load(folder, 4)  # another number of ranks, as the manifest would say
             assert_same(f"converted, flipped {flipped}", weights(engine), before)
+
+
+@worlds(2)
+def case_a_checkpoint_copied_over_another_is_converted_itself(directory):
+    """The conversion beside it is of the one that was there, and as whole as it was."""
+    run = run_of(2)
+    with engine_of(run) as engine:
+        checkpoints = Checkpoints(directory / "copied over", run)
+        advance(engine, run, 0, 1)
+        first = checkpoints.save(engine, 1)
+        engine.load(first, 4)
+        advance(engine, run, 1, 2)
+        second = checkpoints.save(engine, 2)
+        newer = weights(engine)
+        damage.once(lambda: shutil.copytree(second, first, dirs_exist_ok=True))
+        assert (first / "universal").is_dir()
+        advance(engine, run, 2, 3)
+        engine.load(first, 4)
+        assert_same("copied over", weights(engine), newer)
+
+
+@worlds(2)
+def case_a_run_does_not_go_on_with_other_data_unasked(directory):
+    run, place = run_of(2), directory / "other data"
+    trained_on = {"train.bin": "one", "tokenizer.json": "two"}
+    with engine_of(run) as engine:
+        advance(engine, run, 0, 1)
+        checkpoints = Checkpoints(place, run, trained_on)
+        path = checkpoints.save(engine, 1)
+        before = weights(engine)
+        for data in ({**trained_on, "train.bin": "three"}, {"train.bin": "one"}):
+            advance(engine, run, 1, 2)
+            others = Checkpoints(place, run, data)
+            said = damage.refused(ValueError, lambda others=others: others.load(engine, others.newest()))
+            name = next(name for name in trained_on if data.get(name) != trained_on[name])
+            assert said.startswith(f"{path} was trained on other data than")
+            assert f": {name} differ. Name the directory" in said
+            assert "give --other-data" in said
+            meant = Checkpoints(place, run, data, other_data=True)
+            meant.load(engine, meant.newest())
+            assert_same("other data, asked for", weights(engine), before)
+        checkpoints.load(engine, checkpoints.newest())
 
 
 @worlds(2)

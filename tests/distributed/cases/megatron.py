@@ -98,6 +98,23 @@ def case_data_parallel(label, setting):
     check_parity(label, job, **options)
 
 
+APART = Job(vector_lr=0.3, embeddings="adam", scheduled=True)
+
+
+@worlds(2)
+@each({"distributed optimizer": Layout(), "TP": Layout(tensor=2), "PP, both copies": Layout(pipeline=2)})
+def case_vectors_at_a_rate_of_their_own_and_embeddings_without_ratio(label, setting):
+    check_parity(label, APART, setting, then=differs_from_one_rate)
+
+
+def differs_from_one_rate(engine):
+    """The negative control: what was compared does depend on both."""
+    for other in (dataclasses.replace(APART, vector_lr=1.0), dataclasses.replace(APART, embeddings="ratio")):
+        gap = torch.tensor(largest_gap(engine, reference(other)))
+        dist.all_reduce(gap, dist.ReduceOp.MAX)
+        assert gap > 1e-3, gap
+
+
 OF_FOUR = {
     "distributed optimizer": (Layout(), {}),
     "two optimizer instances": (Layout(instances=2), {}),

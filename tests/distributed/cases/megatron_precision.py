@@ -17,6 +17,7 @@ from tests.helpers.megatron_gpt import (
     Job,
     Layout,
     Megatron,
+    OptimizerConfig,
     alto_config,
     alto_groups,
     build,
@@ -46,9 +47,9 @@ def settings(job):
 class Reference:
     """One rank with the whole model in half precision, and plain ALTO on float32 copies."""
 
-    def __init__(self, job):
+    def __init__(self, job, summed_in=torch.float32):
         (self.model,) = build(job)
-        self.job = job
+        self.job, self.summed_in = job, summed_in
         self.params = {name: p for name, p in named_parameters([self.model]) if p.requires_grad}
         groups = alto_groups(self.model)
         self.masters = {name: p.detach().float().clone() for name, p in self.params.items()}
@@ -57,14 +58,14 @@ class Reference:
         self.optimizer = ALTO(groups, layerwise=job.layerwise, **ALTO_OPTIONS)
 
     def gradients(self, step, scale):
-        out = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        out = {name: torch.zeros_like(master, dtype=self.summed_in) for name, master in self.masters.items()}
         for batch in microbatches(step):
             losses, mean = loss_of(self.model, batch)
             (mean(losses) / MICROBATCHES * scale).backward()
             for name, p in self.params.items():
                 out[name] += p.grad
                 p.grad = None
-        return {name: g / scale for name, g in out.items()}
+        return {name: g.float() / scale for name, g in out.items()}
 
     def step(self, step, scale, norm):
         """``norm`` is what Megatron found, to which this one's must be close."""
@@ -118,6 +119,51 @@ def case_bitwise_the_reference_that_rounds_at_the_same_points(setting, precision
             plain.step(step, scale, norm)
         assert_equals(engine, plain, "at the end")
         assert (engine.optimizer.get_loss_scale() > SCALE) == (precision == "float16")
+
+
+# -- Megatron's precision-aware optimizer ----------------------------------------------------------------
+
+AWARE = {"use_precision_aware_optimizer": True}
+
+
+@worlds(2)
+@each({"one bucket": {}, "buckets": {"overlap": True, "bucket_size": 3000}})
+def case_gradients_summed_in_bf16_are_clipped_in_float32(setting):
+    """--main-grads-dtype bf16: their only rounding is that of the sums."""
+    job = Job(precision=torch.bfloat16, clip=0.05, steps=STEPS)
+    config = alto_config(job, **AWARE, main_grads_dtype=torch.bfloat16)
+    with parallel(Layout()):
+        engine = Megatron(job, Layout(), optimizer=config, same=True, **setting)
+        engine.assert_straddles()
+        assert {p.main_grad.dtype for _, p in engine.named_parameters()} == {torch.bfloat16}
+        plain = Reference(job, summed_in=torch.bfloat16)
+        for step in range(job.steps):
+            updated, norm, _ = engine.step(step)
+            assert updated
+            plain.step(step, 1.0, norm)
+        assert_equals(engine, plain, "at the end")
+
+
+@worlds(2)
+@each(distributed=(True, False))
+def case_megatrons_name_for_a_first_moment_in_bf16(distributed):
+    """--exp-avg-dtype bf16 is --alto-exp-avg-dtype bfloat16; the plain config of a client has the first alone."""
+    job = Job(precision=torch.bfloat16, steps=STEPS)
+    megatrons = {**AWARE, "exp_avg_dtype": torch.bfloat16}
+    ours = alto_config(job, alto_exp_avg_dtype="bfloat16")
+    shared = {"lr": ours.lr, "min_lr": ours.min_lr, "weight_decay": ours.weight_decay, "clip_grad": ours.clip_grad}
+    configs = (ours, alto_config(job, **megatrons), OptimizerConfig(optimizer="alto", **shared, **megatrons))
+    with parallel(Layout()):
+        engines = [Megatron(job, Layout(), optimizer=config, distributed=distributed).train() for config in configs]
+        expected, *others = engines
+        for engine in others:
+            for wrapper in engine.wrappers:
+                assert wrapper.config.use_precision_aware_optimizer
+                held = wrapper.optimizer.state.values()
+                assert {(s["exp_avg"].dtype, s["grad_ema"].dtype) for s in held} == {(torch.bfloat16, torch.float32)}
+            assert_bitwise(engine.gathered(), expected.gathered(), "weights")
+            for key in ALTO.state_keys:
+                assert_bitwise(engine.gathered(state(key)), expected.gathered(state(key)), key)
 
 
 @worlds(2)

@@ -35,7 +35,6 @@ from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_opti
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.moe.experts import GroupedMLP
 
 from alto_distributed import ALTO
 from alto_distributed.megatron import AltoOptimizerConfig, altos, register, versions
@@ -122,6 +121,7 @@ def quiet(config, **options):
 # -- the config ----------------------------------------------------------------------------------------
 
 
+AWARE = {"use_precision_aware_optimizer": True}
 CONFIGS = {
     "alpha at its limit": (
         {"alto_alpha": -100}, r"alpha=-100 is out of range: \|alpha\| must be below .* = 100 for beta1=0.99",
@@ -168,8 +168,17 @@ CONFIGS = {
     "negative decay": (
         {"weight_decay": -0.1}, r"weight_decay=-0.1 is out of range",
     ),
-    "precision-aware": (
-        {"use_precision_aware_optimizer": True}, r"TransformerEngine's Adam; .*leave out --use-precision-aware-opt",
+    "first moment in fp8": (
+        {**AWARE, "exp_avg_dtype": torch.uint8}, r"exp_avg_dtype=fp8 is not .*fp32 or bf16 \(--exp-avg-dtype bf16\)",
+    ),
+    "first moment in fp16": (
+        {**AWARE, "exp_avg_dtype": torch.float16}, r"exp_avg_dtype=fp16 is not .*set it to fp32 or bf16",
+    ),
+    "second moment in bf16": (
+        {**AWARE, "exp_avg_sq_dtype": torch.bfloat16}, r"exp_avg_sq_dtype=bf16 .*to fp32 \(--exp-avg-sq-dtype fp32\)",
+    ),
+    "master weights in fp16": (
+        {**AWARE, "main_params_dtype": torch.float16}, r"main_params_dtype=fp16 .*fp32 \(--main-params-dtype fp32\)",
     ),
 }  # fmt: skip
 
@@ -180,6 +189,21 @@ def case_hyperparameters_are_checked_when_the_config_is_built(setting):
     options, message = setting
     with pytest.raises(ValueError, match=message):
         AltoOptimizerConfig(**options)
+
+
+@worlds(1)
+def case_a_plain_config_for_the_precision_aware_optimizer():
+    """As verl makes it for every run in bf16. Adam's needs TransformerEngine, as before."""
+    given = {"lr": 0.01, "bf16": True, "use_distributed_optimizer": True, **AWARE, "exp_avg_dtype": torch.bfloat16}
+    config = OptimizerConfig(optimizer="alto", **given)
+    assert {name: getattr(config, name) for name in given} == given
+    assert not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # what Megatron's optimizers go by
+    with pytest.raises(ValueError, match=r"exp_avg_dtype=fp8 is not supported"):
+        OptimizerConfig(optimizer="alto", **{**given, "exp_avg_dtype": torch.uint8})
+    with pytest.raises((RuntimeError, TypeError)):  # 0.16.1 compares the version of TransformerEngine, None, first
+        OptimizerConfig(optimizer="adam", **given)
+    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
+        OptimizerConfig(optimizer="adam", exp_avg_dtype=torch.bfloat16)
 
 
 @worlds(1)
@@ -200,7 +224,6 @@ def case_hyperparameters_are_checked_again_when_the_optimizer_is_built():
 
 
 FEATURES = {
-    "use_precision_aware_optimizer": r"inside TransformerEngine's Adam; set use_precision_aware_optimizer=False",
     "optimizer_cpu_offload": r"between Adam on the CPU and Adam on the GPU; leave out --optimizer-cpu-offload",
     "reuse_grad_buf_for_mxfp8_param_ag": r"fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
     # Of main; in 0.16.1 only an attribute.
@@ -265,42 +288,27 @@ def case_what_was_meant_for_adam_is_said_to_have_no_effect(label, setting):
 
 
 @worlds(1)
-def case_megatron_fsdp():
-    with pytest.MonkeyPatch.context() as patch:
-        message = r"Megatron-FSDP keeps parameters and states in its own buffers; use the distributed optimizer"
-        patch.setattr(bystander().ddp_config, "use_megatron_fsdp", True)
-        refused(message, AltoOptimizerConfig())
+def case_torchs_fsdp():
+    class TorchFullyShardedDataParallel(nn.Linear):
+        """Goes by the name of Megatron's wrapper for torch's FSDP2, which needs a GPU."""
 
-        class TorchFullyShardedDataParallel(nn.Linear):
-            """Goes by the name of Megatron's wrapper for torch's FSDP2, which has no such setting."""
-
-        refused(message, AltoOptimizerConfig(), TorchFullyShardedDataParallel(2, 2))
+    message = r"torch's FSDP2 inside Megatron has not been tested; use Megatron-FSDP \(--use-megatron-fsdp\) or"
+    refused(message, AltoOptimizerConfig(), TorchFullyShardedDataParallel(2, 2))
 
 
 @worlds(1)
 def case_experts_packed_into_one_tensor():
-    """Its constructor needs a compiled package, and the refusal comes before any use: the bare module will do."""
+    """A layout can tell them apart, which DTensors do not have; megatron_experts.py has what is accepted."""
     chunk = model()
-    chunk.module.experts = GroupedMLP.__new__(GroupedMLP)
-    nn.Module.__init__(chunk.module.experts)
-    message = r"GroupedMLP packs all experts of a rank into one tensor.*leave out --moe-grouped-gemm"
+    packed = chunk.module.packed = nn.Linear(3, 8)
+    packed.single_grouped_weight, packed.num_gemms = True, 4
+    message = r"single_grouped_weight of Linear has 4 experts and a weight of shape \(8, 3\), whose first dimension"
     refused(message, AltoOptimizerConfig(), chunk)
-
-
-@worlds(1)
-@each(field=("moe_single_grouped_weight", "moe_single_grouped_bias"))
-def case_experts_packed_into_one_tensor_by_the_models_config(field):
-    """Fields of megatron-core 0.18 and later; in 0.16.1 only attributes of the config."""
-    chunk = model()
+    packed.num_gemms = 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk.config, field, True, raising=False)
-        flag = field.replace("_", "-")
-        message = rf"{field}=True packs all experts of a rank into one tensor.*set {field}=False.*--{flag}\)"
-        refused(message, AltoOptimizerConfig(), chunk)
-        # Models made of several have several configs; those of the parts count.
-        patch.setattr(chunk, "config", None)
-        refused(message, AltoOptimizerConfig(), chunk)
-    optimizer_of(AltoOptimizerConfig(), chunk)
+        patch.setattr(chunk.ddp_config, "use_megatron_fsdp", True)
+        message = r"experts that share a parameter would share a layer-wise ratio; leave out --moe-use-legacy-grouped-g"
+        refused(message, AltoOptimizerConfig(use_distributed_optimizer=True), chunk)
 
 
 @worlds(1)
@@ -516,6 +524,8 @@ def case_replace_keeps_what_is_ours():
         "alto_kernel": "reference",
         "alto_diagnostics_every": 7,
         "alto_trust_clip": (0.1, 10.0),
+        "alto_vector_lr": 0.3,
+        "alto_embeddings": "adam",
         "alto_skip_nonfinite": True,
         "alto_grad_ema_dtype": "bfloat16",
         "alto_exp_avg_dtype": "bfloat16",
@@ -532,9 +542,10 @@ def case_replace_keeps_what_is_ours():
     (alto,) = altos(optimizer_of(replaced))
     for group in alto.param_groups:
         assert not {"amsgrad", "capturable", "fused"} & set(group), "Adam's own keys"
-        assert {
-            f"alto_{k}": group[k] for k in ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip")
-        } == {k: v for k, v in given.items() if k.removeprefix("alto_") in group}
+        names = ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip", "vector_lr")
+        assert {f"alto_{k}": group[k] for k in names} == {
+            k: v for k, v in given.items() if k.removeprefix("alto_") in group
+        }
 
 
 @worlds(1)

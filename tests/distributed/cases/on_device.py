@@ -1,5 +1,6 @@
 """What only a device shows: what the host does while a step runs, and where collectives run. On helpers/pretend."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from alto_distributed.kernels import choice, reference
 from alto_distributed.kernels.skip import SkipIf
+from alto_distributed.sharding import collective
 from tests.helpers import devices, pretend
 from tests.helpers.cases import each, worlds
 
@@ -89,6 +91,8 @@ OPTIONS = {
     "LAMB": {"alpha": 0.0},
     "lr on the host": {"lr": torch.tensor(0.05)},
     "reference": {"kernel": "reference"},
+    "capturable": {"capturable": True},
+    "capturable, skips": {"capturable": True, "skip_nonfinite": True},
 }
 
 
@@ -260,31 +264,76 @@ class Injected:
         return SkipIf(self, skip)
 
 
+@contextlib.contextmanager
+def injected(wrong):
+    """The kernel of this device, found right or wrong anew."""
+    kernel = Injected(wrong)
+    choice.ACCELERATED["pretend"] = lambda device: kernel
+    choice._complaints.clear()
+    try:
+        yield kernel
+    finally:
+        del choice.ACCELERATED["pretend"]
+        choice._complaints.clear()
+
+
+def warnings_of_first_step(model):
+    optimizer = ALTO(param_groups(model), **HYPER)
+    gradients_for(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return optimizer, [str(w.message) for w in told if "kernel" in str(w.message)]
+
+
+def all_agree(model, wrong_rank):
+    """All ranks use the injected kernel, or, if that is wrong on one, all warn and use torch's operations."""
+    rank = dist.get_rank()
+    with injected(rank == wrong_rank) as kernel:
+        optimizer, said = warnings_of_first_step(model)
+        proving = kernel.steps
+        gradients_for(model)
+        with pretend.no():
+            optimizer.step()
+        assert (kernel.steps > proving) == (wrong_rank is None), "which kernel is used"
+        assert len(said) == (wrong_rank is not None), said
+        if wrong_rank is not None:
+            assert ("is not the reference's" if rank == wrong_rank else "it failed on another rank") in said[0]
+
+
 @worlds(2)
 def case_all_ranks_use_the_kernel_for_the_device_or_none():
-    """It proves right on both ranks and is used; it fails on one, and both warn and take torch's operations."""
-    mesh = devices.mesh(2)
-    for wrong in (False, True):
-        kernel = Injected(wrong and dist.get_rank() == 1)
-        choice.ACCELERATED["pretend"] = lambda device, kernel=kernel: kernel
-        choice._complaints.clear()
-        try:
-            model = sharded_network(mesh, torch.float32)
-            optimizer = ALTO(param_groups(model), **HYPER)
-            gradients_for(model)
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                optimizer.step()
-            proving = kernel.steps
-            gradients_for(model)
-            with pretend.no():
-                optimizer.step()
-            assert (kernel.steps > proving) == (not wrong)
-            said = [str(w.message) for w in told if "Triton kernel" in str(w.message)]
-            assert len(said) == wrong
-            if wrong:
-                reasons = ["it failed on another rank", "is not the reference's"]
-                assert reasons[dist.get_rank()] in said[0]
-        finally:
-            del choice.ACCELERATED["pretend"]
-            choice._complaints.clear()
+    for wrong_rank in (None, 1):
+        all_agree(sharded_network(devices.mesh(2), torch.float32), wrong_rank)
+
+
+@worlds(4)
+def case_replicas_of_shards_use_the_same_kernel():
+    """HSDP: a fault reaches the ranks with which no norm is summed, whichever rank has it."""
+    mesh = devices.mesh(2, 2, names=("replicate", "shard"))
+    for wrong_rank in (None, 0, 3):
+        all_agree(sharded_network(mesh, torch.float32), wrong_rank)
+
+
+@worlds(2)
+def case_replicas_without_a_process_group_use_the_same_kernel():
+    """As under DistributedDataParallel: ranks tell each other through the store."""
+    for wrong_rank in (None, 0):
+        all_agree(network(torch.float32), wrong_rank)
+
+
+@worlds(2)
+def case_a_replica_that_says_nothing_is_warned_of():
+    """One rank has no such optimizer: the other neither hangs nor decides in silence."""
+    model, patience = network(torch.float32), collective.replicas_object.__defaults__
+    collective.replicas_object.__defaults__ = (0.5,)
+    try:
+        if dist.get_rank() == 0:
+            with injected(False):
+                _, said = warnings_of_first_step(model)
+            assert ["rank 1 did not say within 0.5 s" in text for text in said] == [True]
+        else:
+            next(collective._exchanges)  # so that the ranks count alike in what follows
+    finally:
+        collective.replicas_object.__defaults__ = patience
+        dist.barrier()

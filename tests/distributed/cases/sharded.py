@@ -185,6 +185,21 @@ def case_fsdp2_with_bare_parameters(layerwise):
     assert counts == at_each_step(0 if layerwise == "none" else 1)
 
 
+@worlds(2)
+@each(layerwise=("decayed", "matrices"))
+def case_fsdp2_with_vectors_at_a_rate_of_their_own(layerwise):
+    """And embeddings without the ratio."""
+
+    def make(model):
+        return ALTO(param_groups(model, 1e-2, embeddings="adam"), **HYPER, layerwise=layerwise, vector_lr=0.3)
+
+    model, counts = sharded_network(devices.mesh(dist.get_world_size())), []
+    train(model, make(model), sliced=True, counts=counts)
+    assert_same(model, reference_run(make=make))
+    assert counts == at_each_step(1)
+    assert largest_gap(model, reference_run()) > 1e-3
+
+
 @worlds(2, 4)
 def case_without_the_reduction_the_comparison_fails():
     """The negative control: norms of the local piece alone are what a naive optimizer would use."""

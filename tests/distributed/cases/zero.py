@@ -723,6 +723,27 @@ def case_muon_8442_stage_0_runs_the_chosen_optimizer(setting):
         assert all(s["grad_ema"].any() for p, s in engine.basic_optimizer.state.items() if p.shape != (3, 3))
 
 
+def groups_with_embeddings(model):
+    return param_groups(model, PARAMS["weight_decay"], embeddings="adam")
+
+
+@worlds(2)
+@each({"stage 1": {"stage": 1}, "stage 3": {"stage": 3, "sub_group_size": 40}})
+def case_vectors_at_a_rate_of_their_own_and_embeddings_without_ratio(setting):
+    params = {**PARAMS, "vector_lr": 0.3, "embeddings": "adam"}
+    with running(network(), config(setting, params=params)) as engine:
+        assert_straddles(engine)
+        train(engine)
+        gap = largest_gap(weights(engine), reference(vector_lr=0.3, groups=groups_with_embeddings))
+        assert gap < 1e-6, gap
+        for other in (reference(groups=groups_with_embeddings), reference(vector_lr=0.3)):
+            assert largest_gap(weights(engine), other) > 1e-3
+    model = network()
+    given = {"model": model, "model_parameters": param_groups(model), "config": config(setting, params=params)}
+    with pytest.raises(ValueError, match='"embeddings": "adam" has no effect on parameter groups that are given'):
+        deepspeed.initialize(**given)
+
+
 @worlds(2)
 def case_lamb_is_ours_if_it_is_asked_for():
     """ "type": "LAMB" was DeepSpeed's, with a ratio for each shard of its own, and stays so."""

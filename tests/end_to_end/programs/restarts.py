@@ -14,13 +14,14 @@ from alto_distributed.pretrain.runtime.rendezvous import rendezvous_again
 from alto_distributed.sharding.shutdown import shutdown
 
 notes = Path(sys.argv[1])
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]  # of this rank's agent
 rendezvous_again(30)
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 ranks = torch.ones(1)
 dist.all_reduce(ranks)
 begun = len(list(notes.glob("killed-*")))
 dist.barrier()
-(notes / f"start-{begun}-rank-{dist.get_rank()}").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
+(notes / f"start-{begun}-rank-{dist.get_rank()}").write_text(count)
 if begun == 0:
     if dist.get_rank() == 1:
         (notes / "killed-1").touch()

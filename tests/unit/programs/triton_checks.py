@@ -17,7 +17,7 @@ import torch
 
 from alto_distributed.hyperparameters import Hyperparameters
 from alto_distributed.kernels import Coefficients, FlatShard, Span, reference, rounding
-from alto_distributed.kernels.shards import Batch, batch_of
+from alto_distributed.kernels.shards import Batch, Dtypes, batch_of
 from alto_distributed.kernels.triton.columns import ALIGNED, EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
 from alto_distributed.kernels.triton.launch import launch_phase_one
 from alto_distributed.kernels.triton.step import TritonKernel, serves
@@ -131,7 +131,7 @@ def check_step(pieces, slots, kernel=None):
 
 def tables(pieces):
     table = PieceTable(DEVICE, SMALL)
-    table.update(batch_of(pieces))
+    table.update([(piece, Dtypes.of(piece)) for piece in batch_of(pieces)])
     return table.tables
 
 
@@ -250,8 +250,8 @@ def check_indices_beyond_32_bits():
     expected = copy.deepcopy(piece)
     moved = dataclasses.replace(piece, spans=(Span(first, first + length, 0),))
     values, table = Values(1, DEVICE), PieceTable(DEVICE, SMALL)
-    table.update([moved])
-    values.send([moved], table.rows)
+    table.update([(moved, Dtypes.of(moved))])
+    values.send([(moved, moved.memory)], table.rows)
     for column, tensor in {
         PARAM: piece.param,
         GRAD: piece.grad,
@@ -270,6 +270,51 @@ def check_indices_beyond_32_bits():
     rounding.store(expected.exp_avg, m, rounding.key_of(expected, rounding.EXP_AVG_BITS), first)
     assert equal(piece.grad_ema, expected.grad_ema)
     assert equal(piece.exp_avg, expected.exp_avg)
+
+
+def check_gradients_are_unscaled_and_negated_as_they_are_read():
+    """In float32, also those of float16, which could not hold the small ones; and the gradients stay as they are."""
+    climbing = Coefficients.at_step(dataclasses.replace(HYPER, maximize=True), 2)
+    for grad in (FLOAT32, BFLOAT16, FLOAT16):
+        pieces = [make([(0, 70, 0)], c, grad=grad) for c in (climbing, Coefficients.at_step(HYPER, 2))]
+        scale = torch.full((1,), 1 / 1024, device=DEVICE)
+        for piece in pieces:
+            piece.inverse_scale = scale
+        by_hand = copy.deepcopy(pieces)
+        for piece in by_hand:
+            piece.grad = piece.grad.float() * (piece.coefficients.sign / 1024)
+            piece.inverse_scale, piece.coefficients = None, Coefficients.at_step(HYPER, 2)
+        sums = [torch.zeros(3, 1, dtype=torch.float64, device=DEVICE) for _ in range(2)]
+        gradients = [piece.grad.clone() for piece in pieces]
+        for some, total in zip((pieces, by_hand), sums, strict=True):
+            TritonKernel(SMALL).phase_one(some, total)
+        for piece, other, gradient in zip(pieces, by_hand, gradients, strict=True):
+            assert equal(piece.grad, gradient)
+            assert all(equal(getattr(piece, name), getattr(other, name)) for name in TENSORS)
+        assert torch.equal(*sums)
+
+
+def check_counters_on_the_device_make_the_corrections():
+    """As under capturable: each piece at a step of its own, and bits of rounding that hang on it."""
+    for corrected in (True, False):
+        hyper = dataclasses.replace(HYPER, bias_correction=corrected)
+        steps = (1, 4, 1000)
+        pieces = [make([(0, 40, i)], Coefficients.at_step(hyper, k), exp_avg=BFLOAT16) for i, k in enumerate(steps)]
+        others = copy.deepcopy(pieces)
+        unknown = Coefficients.at_step(hyper, 0)
+        for piece, k in zip(others, steps, strict=True):
+            piece.coefficients, piece.counter = unknown, torch.tensor(float(k), device=DEVICE)
+        results = []
+        for some in (pieces, others):
+            sums = torch.zeros(3, 3, dtype=torch.float64, device=DEVICE)
+            kernel = TritonKernel(SMALL)
+            sizes = torch.full((3,), 0.1, dtype=torch.float64, device=DEVICE)
+            kernel.phase_two(some, sizes, kernel.phase_one(some, sums))
+            results.append(sums)
+        torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+        for piece, other in zip(pieces, others, strict=True):
+            assert all(equal(getattr(piece, name), getattr(other, name)) for name in TENSORS[1:])
+            torch.testing.assert_close(piece.param, other.param, rtol=1e-6, atol=1e-7)
 
 
 def check_gradients_that_are_not_finite():
@@ -407,7 +452,7 @@ def check_tables_are_kept_and_values_sent_only_if_they_changed():
         return Batch([piece], kept)
 
     check_step(batch(), 1, kernel)
-    ((table, values),) = kept.values()
+    table, values = kept["triton", SMALL]
     tables, sent = table.tables, values._sent
     kernel.phase_two(batch(), torch.zeros(1, dtype=torch.float64, device=DEVICE))
     assert values._sent is sent
@@ -417,7 +462,7 @@ def check_tables_are_kept_and_values_sent_only_if_they_changed():
         check_step(batch(), 1, kernel)
     assert values._sent is not sent
     assert table.tables is tables
-    assert list(kept.values()) == [(table, values)]
+    assert list(kept.values()) == [(table, values)] * 2  # of this stream, and the latest
 
 
 def check_pieces_that_are_not_in_a_step():
@@ -480,7 +525,7 @@ def check_expanded_gradients_go_another_way():
     piece.grad = torch.ones(1, device=DEVICE).expand(40)
     expected, kernel = copy.deepcopy(piece), TritonKernel(SMALL)
     sums = torch.zeros(3, 1, dtype=torch.float64, device=DEVICE)
-    assert kernel.phase_one([piece], sums).pieces == []
+    assert not kernel.phase_one([piece], sums).ours
     reference.phase_one([expected], sums)
     torch.testing.assert_close(piece.exp_avg, expected.exp_avg, rtol=1e-6, atol=1e-7)
 

@@ -38,7 +38,7 @@ def source(kernel, dtypes, tile, guarded=False):
     known = {name.upper(): element_type(dtype) for name, dtype in dtypes._asdict().items()}
     known = {name: value for name, value in {**known, "TILE": tile}.items() if name in kernel.arg_names}
     known = known if guarded else {**known, "skip": None}
-    types = {**TABLES, **SUMS, "step_sizes": "*fp64", "skip": "*fp32"}
+    types = {**TABLES, **SUMS, "step_sizes": "*fp64", "inverse_scale": "*fp32", "skip": "*fp32"}
     signature = {name: "constexpr" if name in known else types[name] for name in kernel.arg_names}
     return ASTSource(fn=kernel, signature=signature, constexprs=known)
 

@@ -26,8 +26,9 @@ from ...checkpoint.io import Written, describe, failing_late, replaced
 from ...checkpoint.safe_load import refuse_code
 from ...config.parsing import parse_json
 from ...config.settings import Run
+from ...integrity import checksum
 
-_TAG, _UNIVERSAL, _ABOUT = "saved", "universal", "saved_by.json"
+_TAG, _UNIVERSAL, _ABOUT, _SOURCE = "saved", "universal", "saved_by.json", "converted_from.json"
 
 
 def save(engine: Any, run: Run, directory: Path) -> dict[Path, Written]:
@@ -139,7 +140,8 @@ def _refuse_others(directory: Path, now: dict[str, Any]) -> None:
 def _convert(directory: Path, run: Run) -> None:
     """Write the universal form of a checkpoint beside it, unless it is there from an earlier start, and whole."""
     target, name = directory / _UNIVERSAL, run.optimizer.name
-    if target.is_dir() and _is_whole(target):
+    source = {"manifest": checksum(directory / manifest.NAME)}
+    if target.is_dir() and _is_whole(target, source):
         return
     if name not in (*optimizers.ALTO_NAMES, "adam", "adamw"):
         raise ValueError(
@@ -158,6 +160,7 @@ def _convert(directory: Path, run: Run) -> None:
         raise ValueError(
             f"{directory} could not be converted for another number of ranks: {one_line(error)}"
         ) from error
+    (part / _SOURCE).write_text(json.dumps(source))
     names = [str(path.relative_to(part)) for path in part.rglob("*") if path.is_file()]
     files = {name: manifest.entry_of(part / name, 0, {}) for name in names}
     manifest.write(part, manifest.Manifest(0, 1, manifest.versions(), files))
@@ -166,13 +169,17 @@ def _convert(directory: Path, run: Run) -> None:
     (directory / "latest_universal").write_text(_UNIVERSAL)
 
 
-def _is_whole(target: Path) -> bool:
-    """Whether a conversion is as it was written. What is not can be made again from the checkpoint."""
+def _is_whole(target: Path, source: dict[str, str]) -> bool:
+    """Whether a conversion is as it was written, and of this checkpoint. If not, it is made again from the checkpoint.
+
+    Another checkpoint may have been copied over the one that it was made from.
+    """
     try:
         listed = manifest.read(target)
+        damaged = manifest.problems(target, listed, listed.files)
+        return _SOURCE in listed.files and not damaged and json.loads((target / _SOURCE).read_text()) == source
     except (ValueError, OSError):
         return False
-    return not manifest.problems(target, listed, listed.files)
 
 
 def _convert_adam(source: Path, target: Path) -> None:

@@ -1,0 +1,59 @@
+"""Parameters that hold all experts of a rank. Each expert is a parameter of its own to ALTO.
+
+The experts lie one after the other in memory:
+
+    module                                     parameter        its shape, with E experts on this rank
+    GroupedMLP (up to 0.16)                    weight1          (hidden, E * ffn), read as (E, hidden, ffn)
+                                               weight2          (E * ffn, hidden), read as (E, ffn, hidden)
+    TEGroupedLinear (from 0.18 on), with       weight, bias     (E, ...)
+    single_grouped_weight, single_grouped_bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: Parameters of GroupedMLP -> the dimension that all experts share.
+_GROUPED_MLP = {"weight1": 1, "weight2": 0}
+
+#: Parameters of TEGroupedLinear -> the attribute that says that they hold all experts.
+_SINGLE_GROUPED = {"weight": "single_grouped_weight", "bias": "single_grouped_bias"}
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """How a parameter holds its experts."""
+
+    count: int
+    dim: int | None
+    """The dimension that experts share; None if the first one counts them."""
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one expert's part of a parameter."""
+        if self.dim is None:
+            return tuple(whole[1:])
+        return tuple(n // self.count if dim == self.dim else n for dim, n in enumerate(whole))
+
+
+def packed_experts(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, PackedExperts]:
+    """The parameters of a model that hold several experts."""
+    return {param: packed for chunk in model_chunks for module in chunk.modules() for param, packed in _in(module)}
+
+
+def _in(module: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedExperts]]:
+    if any(cls.__name__ == "GroupedMLP" for cls in type(module).__mro__):
+        for name, dim in _GROUPED_MLP.items():
+            yield getattr(module, name), PackedExperts(int(module.num_local_experts), dim)  # type: ignore[arg-type]
+    for name, attribute in _SINGLE_GROUPED.items():
+        if getattr(module, attribute, False) is not True or not isinstance(getattr(module, name, None), torch.Tensor):
+            continue
+        param, count = getattr(module, name), int(module.num_gemms)  # type: ignore[arg-type]
+        if param.shape[0] != count:
+            raise ValueError(
+                f"ALTO under Megatron: {attribute} of {type(module).__name__} has {count} experts and a {name} of "
+                f"shape {tuple(param.shape)}, whose first dimension does not count them; set moe_{attribute}=False"
+            )
+        yield param, PackedExperts(count, None)
