@@ -33,7 +33,7 @@ from ..safe_load import more_than_data, only_data
 from ..states import GRAD_EMA_BETA1
 from .build import OPTIMIZERS
 from .data_classes import CLASSES
-from .nvme import swapped_sub_groups
+from .nvme import NOT_RESTORED, swapped_sub_groups
 from .versions import load_state
 from .wrap import wrap_method
 
@@ -60,8 +60,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     if not isinstance(optimizer, ALTO):
         return original(*args, **kwargs)
     if swapped_sub_groups(engine.optimizer):
-        _refuse_swapped(engine.optimizer, optimizer, with_states)
-        return original(*args, **kwargs)
+        raise ValueError(f'no checkpoint can be loaded: {NOT_RESTORED}. Use "device": "cpu" in offload_optimizer')
     check = optimizer.register_load_state_dict_pre_hook(_refuse_other_optimizers)
     try:
         result = original(*args, **kwargs)
@@ -79,17 +78,6 @@ def _bf16_state_dict(original: Callable[..., Any], wrapper: Any) -> Any:
 
 
 # -- what is refused -----------------------------------------------------------------------------------
-
-
-def _refuse_swapped(wrapper: Any, optimizer: ALTO, with_states: bool) -> None:
-    """DeepSpeed loads no states to NVMe, with any optimizer, and copies files of weights and states there."""
-    if with_states:
-        raise ValueError(
-            "optimizer states are on NVMe, and DeepSpeed's checkpoints do not restore them there; load the weights "
-            'alone with load_optimizer_states=False, or use "device": "cpu" in offload_optimizer'
-        )
-    if any(optimizer.state.get(wrapper.fp32_partitioned_groups_flat[i]) for i in swapped_sub_groups(wrapper)):
-        raise ValueError("optimizer states are on NVMe, where a checkpoint would mix with them: load it before step 1")
 
 
 def _needed(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

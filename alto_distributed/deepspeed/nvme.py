@@ -19,6 +19,8 @@ from ..optimizer import ALTO
 #: O_DIRECT reads into memory at multiples of this.
 _ALIGNED_BYTES = 512
 
+NOT_RESTORED = "optimizer states are on NVMe, where DeepSpeed does not load them, with any optimizer"
+
 
 def swapped_sub_groups(wrapper: Any) -> Sequence[int]:
     """The sub-groups whose optimizer tensors are on NVMe; none unless it is stage 3 with that offload."""
@@ -59,8 +61,8 @@ def check_swapping(engine: Any) -> None:
     _check_buffers(engine, swapped)
     _check_alignment(wrapper, swapped)
     warnings.warn(
-        "optimizer states are on NVMe, where DeepSpeed's checkpoints do not restore them: a run can go on from its "
-        'weights alone. Use "device": "cpu" to resume runs',
+        f"this run cannot be resumed, only started again from saved weights (engine.save_16bit_model): {NOT_RESTORED}. "
+        'Use "device": "cpu" to resume runs',
         stacklevel=2,
     )
 

@@ -125,9 +125,9 @@ def _attach(engine: Any) -> None:
     """
     optimizer = engine.basic_optimizer
     warn_if_untested()
+    check_swapping(engine)
     if isinstance(optimizer, ALTO):
         _require_agreement(engine, optimizer)
-        check_swapping(engine)
         optimizer.set_layouts(LayoutBuilder(engine).build())
         sub_groups = getattr(engine.optimizer, "sub_group_to_group_id", None)
         if sub_groups is None:

@@ -13,13 +13,15 @@ from typing import Any
 from ..errors import UnsupportedVersion, one_line
 from ..framework_import import advice
 from ..sharding.shutdown import leave
-from . import checks
+from . import benchmark, checks
+from .facts import machine_of
 
 Report = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
-    """``RECORDS checks`` | ``RECORDS rank RANK PORT DEVICE_TYPE`` | ``RECORDS framework FOLDER MODULE PACKAGE``."""
+    """``RECORDS checks`` | ``RECORDS rank RANK PORT DEVICE_TYPE`` | ``RECORDS framework FOLDER MODULE PACKAGE``
+    | ``RECORDS benchmark``."""
     path, role, *rest = sys.argv[1:]
     with open(path, "a") as file:
 
@@ -35,6 +37,11 @@ def main() -> None:
             report(ended)
             if ended["status"] == "ok":
                 leave()  # with a barrier: the other rank may have failed otherwise
+        elif role == "benchmark":
+            device = benchmark.device_here()
+            report({"machine": machine_of(device)})
+            for row in benchmark.rows(device):
+                report(row)
         else:
             report(ask(*rest))
 

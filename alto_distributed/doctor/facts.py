@@ -189,3 +189,12 @@ def without_home(value: Any) -> Any:
     for home in {os.path.expanduser("~"), os.path.realpath(os.path.expanduser("~"))} - {"/", "~"}:
         value = re.sub(re.escape(home) + r"(?=/|\W|$)", "~", value)
     return re.sub(r"/(?:home|Users)/[^/\s'\"]+", "~", value)
+
+
+def machine_of(device: torch.device) -> str:
+    """A device in words."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"{platform.machine()} CPU, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type

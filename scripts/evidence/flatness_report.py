@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .figures import new_figure, save
-from .paired import Difference, paired
-from .study import Claim, mean_and_spread, verdict
+from .paired import Difference, paired, verdict_higher, verdict_lower
+from .study import Claim, mean_and_spread
 
 if TYPE_CHECKING:
     from .flatness import Course, Family
@@ -138,25 +138,25 @@ def claims(courses: Courses) -> list[Claim]:
         Claim(
             "A negative alpha ends in flatter minima than a positive one.",
             where,
-            verdict([d.lower for d in level.values()]),  # where losses differ, so does flatness
+            verdict_lower(level.values()),  # where losses differ, so does flatness
             f"{_told('Top eigenvalue at the end', mirrored, _times)} {_told('At equal training loss', level, _times)}",
         ),
         Claim(
             "A negative alpha ends in flatter minima than the optimizer that it adapts (alpha 0).",
             "section 3, why large-batch training is important",
-            verdict([d.lower for d in original.values()]),
+            verdict_lower(original.values()),
             _told("Top eigenvalue at the end", original, _times),
         ),
         Claim(
             "A negative alpha explores a larger part of the parameter space than a positive one.",
             where,
-            verdict([d.higher for d in drift.values()]),
+            verdict_higher(drift.values()),
             _told("Distance from the initial parameters", drift, lambda d: f"{d.mean:+.2f}"),
         ),
         Claim(
             "A negative alpha converges more slowly than a positive one.",
             where,
-            verdict([d.higher for d in slow.values()]),
+            verdict_higher(slow.values()),
             _told("Training loss, mean over the run", slow, lambda d: f"{d.mean:+.4f}"),
         ),
     ]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from .gpt_findings import NAMES, Entry, Findings, gap
-from .paired import Difference, paired
+from .paired import Difference, paired, verdict_lower
 from .study import FAILED, HELD, MIXED, UNTESTABLE, Claim, mean_and_spread, verdict
 
 #: The paper's test perplexities of GPT-2 345M.
@@ -86,7 +86,7 @@ def claims(found: Findings) -> list[Claim]:
 
 def _judge(differences: list[Difference]) -> str:
     """That the first is lower: held if so beyond noise in all, did not hold if in none of them, else mixed."""
-    return verdict([difference.lower for difference in differences])
+    return verdict_lower(differences)
 
 
 def _long_enough(entry: Entry) -> bool:
@@ -153,7 +153,7 @@ def _faster_than_lamb(found: Findings) -> Claim:
     return Claim(
         "ALTO trains faster than LAMB: it reaches the same quality in fewer iterations.",
         "section 5.1, table (b); section 3",
-        HELD if difference.lower else FAILED,
+        verdict_lower([difference]),
         f"Perplexity {math.exp(target):.1f}, which both reach with every seed, takes ALTO "
         f"{statistics.fmean(taken[0]):.0f} iterations and LAMB {statistics.fmean(taken[1]):.0f} (difference "
         f"{difference.mean:+.1f} +- {difference.error:.1f}).",
@@ -196,7 +196,7 @@ def _negative_alpha(found: Findings) -> Claim:
     return Claim(
         "At large batch alpha should be negative: it gives better test performance than a positive alpha.",
         "section 5.4, the choice of beta1 and alpha",
-        verdict([d.lower for d in gaps.values()]),
+        verdict_lower(gaps.values()),
         f"The best alpha < 0 of those tried, {negative.name}, ends at perplexity {negative.perplexity:.1f}; the best "
         f"alpha > 0, {positive.name}, at {positive.perplexity:.1f}. Negative less positive, in nats: "
         f"{'; '.join(f'{name} {d}' for name, d in gaps.items())}.",

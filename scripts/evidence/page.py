@@ -13,7 +13,7 @@ from .places import DOCS, RESULTS
 from .recipes import report
 from .recipes.ledger import Ledger
 from .recipes.report import Part, unfinished
-from .review import reviewed
+from .review import SPREADS, reviewed
 from .study import VERDICTS, markdown_table
 
 HEAD = """\
@@ -138,7 +138,9 @@ def _study(result: dict[str, Any], link: str) -> str:
     parts = [f"# {result['title']}", result["intro"]]
     parts += [f"![{result['title']}]({place}/{name})" for name in result["figures"][:1]]
     parts.append(markdown_table(rows, columns).rstrip())
-    parts.append("## Claims of the paper\n\n" + "\n".join(_claim(result["study"], claim) for claim in result["claims"]))
+    claims = "\n".join(_claim(result["study"], claim) for claim in result["claims"])
+    spread = f"{SPREADS[result['study']]}\n\n" if result["study"] in SPREADS else ""
+    parts.append(f"## Claims of the paper\n\n{spread}{claims}")
     parts.append(
         f"## Repeat it\n\n`python -m scripts.evidence {result['study']}`; seeds: {seeds}; "
         f"{result['seconds']:.0f} seconds on one {made['cpu']} with {made['threads']} thread(s), "

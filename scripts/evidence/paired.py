@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from .study import UNTESTABLE, verdict
 
 #: Fewer seeds show no difference: with three, "all agree and two standard errors" is wrong by chance in 18% of cases.
 LEAST_SEEDS = 5
@@ -61,3 +63,15 @@ def paired(first: Sequence[float], second: Sequence[float], *, least: float = 0.
         return Difference(mean, math.inf, len(gaps), least, comparisons)
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if all(map(math.isfinite, gaps)) else 0.0
     return Difference(mean, error, len(gaps), least, comparisons)
+
+
+def verdict_lower(differences: Iterable[Difference]) -> str:
+    """On the claim that the first of each pair is lower; not testable with fewer seeds than count."""
+    found = list(differences)
+    return verdict([d.lower for d in found]) if all(d.seeds >= LEAST_SEEDS for d in found) else UNTESTABLE
+
+
+def verdict_higher(differences: Iterable[Difference]) -> str:
+    """The same for higher."""
+    found = list(differences)
+    return verdict([d.higher for d in found]) if all(d.seeds >= LEAST_SEEDS for d in found) else UNTESTABLE

@@ -22,6 +22,13 @@ class Review:
     why: str
 
 
+#: Study -> what stands after a plus-minus sign in its committed findings.
+SPREADS = {
+    "gpt": "A number after +- is one standard error.",
+    "images": "A number after ± is half of the range over the seeds.",
+    "ablation": "A number after ± is half of the range over the seeds.",
+}
+
 #: Study -> the first words of a claim -> what may be concluded.
 REVIEWS: dict[str, dict[str, Review]] = {
     "valleys": {

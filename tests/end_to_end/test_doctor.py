@@ -18,6 +18,7 @@ import pytest
 import alto_distributed
 from alto_distributed import doctor
 from alto_distributed.doctor import checks, child, engines, examination, facts, processes
+from alto_distributed.doctor.benchmark import block
 from alto_distributed.doctor.report import page
 from alto_distributed.errors import UnsupportedVersion
 from alto_distributed.framework_import import explained
@@ -490,3 +491,20 @@ def test_kernels_are_checked_on_an_accelerator_and_ranks_over_its_backend(tmp_pa
     assert "over pretend" in rows["two ranks on pretend"]["message"]
     assert found["ok"]
     assert re.search("pretend:0 .*80 GiB, capability 8.0", page(found))
+
+
+def test_the_benchmark_measures_what_is_here_and_says_what_is_not():
+    done = run("--benchmark", "--json", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"copy", "AdamW (torch fused)", "ALTO (C)", "ALTO (torch)"} < rows.keys()
+    for name, row in rows.items():
+        if "apex" not in name:
+            assert row["milliseconds"] > 0, row
+            assert row["GB/s"] > 0, row
+    assert "apex" in rows["LAMB (apex FusedLAMB)"]["left out"] or rows["LAMB (apex FusedLAMB)"]["GB/s"]
+    pasted = block(found["rows"], found["machine"]).splitlines()
+    assert pasted[0] == "```text"
+    assert pasted[-1] == "```"
+    assert any(line.startswith("ALTO (C) ") and line.endswith("%") for line in pasted)

@@ -52,7 +52,7 @@ def course(eigenvalue, drift, loss):
 @pytest.mark.parametrize("flatter", [True, False])
 def test_verdicts_follow_the_numbers(flatter):
     family = Family("made up", "LAMB", 0.1, 2, 1, ((-5.0, 0.99), (0.0, 0.99), (5.0, 0.99)), 2)
-    jitter = (1.0, 1.01, 1.02)
+    jitter = (1.0, 1.01, 1.02, 0.99, 0.98)
     runs = {-1: [course(1 * j, 5 * j, 0.9 * j) for j in jitter], 1: [course(3 * j, 4 * j, 0.5 * j) for j in jitter]}
     low, high = (runs[-1], runs[1]) if flatter else (runs[1], runs[-1])
     middle = [course(2 * j, 4.5 * j, 0.7 * j) for j in jitter]
@@ -71,7 +71,7 @@ def test_the_sign_of_alpha_tells(result):
     for base, size in (("AdamW", 5.0), ("LAMB", 50.0)):
         assert drifts[base, -size] > drifts[base, 0.0] > drifts[base, size] > 1
     flat, _, wide, _ = result.claims
-    assert wide.verdict == HELD
+    assert wide.verdict == "not testable here"  # the quick form has fewer seeds than count
     assert "digits, full batch" in flat.finding
 
 

@@ -63,9 +63,9 @@ def made_up(alto, lamb, others):
         **dict.fromkeys(("adamw", "adam", "adabelief", "lion"), others),
     }.items():
         trial = Trial(name, 0.1, alpha=-5.0 if name == "alto" else 0.0)
-        entries.append(Entry("once", trial, [outcome(loss + jitter) for jitter in (0.0, 0.3, -0.2)]))
+        entries.append(Entry("once", trial, [outcome(loss + jitter) for jitter in (0.0, 0.3, -0.2, 0.1, -0.1)]))
     positive = replace(entries[0].trial, alpha=50.0)
-    entries.append(Entry("once", positive, [outcome(4.0 + jitter) for jitter in (0.0, 0.31, -0.2)]))
+    entries.append(Entry("once", positive, [outcome(4.0 + jitter) for jitter in (0.0, 0.31, -0.2, 0.1, -0.1)]))
     return Findings(entries, [])
 
 
@@ -80,8 +80,17 @@ def test_verdicts_follow_the_numbers(alto, expected):
 
 def test_a_difference_within_noise_is_no_advantage():
     found = made_up(4.0, 4.0, 4.1)
-    found.entries[0].outcomes = [outcome(loss) for loss in (3.9, 4.4, 3.7)]  # seed by seed -0.1, +0.1, -0.1
+    # Seed by seed -0.1, +0.1, -0.1, -0.1, +0.1
+    found.entries[0].outcomes = [outcome(loss) for loss in (3.9, 4.4, 3.7, 4.0, 4.0)]
     assert gpt_report.claims(found)[1].verdict == FAILED
+
+
+def test_three_seeds_tell_nothing():
+    found = made_up(3.8, 4.0, 4.1)
+    for entry in found.entries:
+        del entry.outcomes[3:]
+    lowest, lamb, _, faster, _, negative = gpt_report.claims(found)
+    assert {claim.verdict for claim in (lowest, lamb, faster, negative)} == {"not testable here"}
 
 
 def test_iterations_to_a_loss_are_read_between_validations():

@@ -34,7 +34,7 @@ ALL_DTYPES = [
 ]
 # Of weights, gradients, exp_avg and grad_ema. Every day one on each GPU.
 DTYPES = {
-    "gfx942": ["float32-bfloat16-bfloat16-bfloat16"],
+    "gfx942": ["bfloat16-bfloat16-bfloat16-bfloat16"],
     "gfx1100": ["float32-float32-float32-float32"],
 }
 CHECKS = ("check_proof", "check_weights", "check_sums")

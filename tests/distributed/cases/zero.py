@@ -257,7 +257,7 @@ def case_with_the_layouts_withheld_the_comparison_fails(stage):
 def shifted(layouts):
     """Every segment by one element."""
     return {
-        flat: ShardLayout(flat.numel(), [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
+        flat: ShardLayout(layout.numel, [dataclasses.replace(s, offset=s.offset + 1) for s in layout.segments])
         for flat, layout in layouts.items()
     }
 

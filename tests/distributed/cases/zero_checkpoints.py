@@ -285,6 +285,41 @@ def case_zero_to_fp32(directory, label):
 
 
 @worlds(2)
+@each(cell=("stage 0", "stage 1", "stage 2", "stage 3"))
+@after("case_save")
+def case_weights_alone_are_loaded(directory, cell):
+    """Without states: they are as before, and training goes on from the weights."""
+    at_save, _, _ = torch.load(place(directory, cell) / "pictures.pt")
+    with engine_for(CELLS[cell], model=other_network()) as engine:
+        advance(engine, 0, 1)
+        before = picture(engine)
+        engine.load_checkpoint(place(directory, cell), load_optimizer_states=False)
+        got = picture(engine)
+        for key in (key for key in got if key != "steps"):
+            weight = key.endswith(("model", "master"))
+            assert torch.equal(got[key], (at_save if weight else before)[key]), key
+        assert got["steps"].tolist() == [1]
+        advance(engine, 1, 2)
+        assert picture(engine)["steps"].tolist() == [2]
+
+
+@worlds(2)
+@each(cell=("stage 0", "stage 1", "stage 2"))
+@after("case_save")
+def case_the_module_alone_is_loaded(directory, cell):
+    """At stage 3 DeepSpeed loads nothing then, with any optimizer."""
+    at_save, _, _ = torch.load(place(directory, cell) / "pictures.pt")
+    with engine_for(CELLS[cell], model=other_network()) as engine:
+        advance(engine, 0, 1)
+        before = picture(engine)
+        engine.load_checkpoint(place(directory, cell), load_module_only=True)
+        got = picture(engine)
+        for key in (key for key in got if key != "steps"):
+            weight = key.endswith(("model", "master"))
+            assert torch.equal(got[key], (at_save if weight else before)[key]), key
+
+
+@worlds(2)
 @each(cell=("stage 1", "stage 2", "stage 3", "BF16_Optimizer"))
 @after("case_save")
 def case_what_lacks_the_third_state_is_refused(directory, cell):
@@ -303,6 +338,35 @@ def plain_groups(model):
 
 
 LAMB = {"params": {**PARAMS, "alpha": 0}}
+
+
+@worlds(2)
+@each({"stage 1": 1}, exhaustive={"stage 2": 2, "stage 3": 3})
+def case_eadamw_is_converted_and_adopts(directory, label, setting):
+    """It is an ALTO; "type": "EAdamW" goes the same ways."""
+    folder, cell, eadamw = place(directory, f"EAdamW, {label}"), ({"stage": setting}, {}), {"name": "EAdamW"}
+    universal = {"checkpoint": {"load_universal": True}}
+    for saved, options in (("saved", eadamw), ("adam", ADAM)):
+        with engine_for(cell, plain_groups, **options) as engine:
+            advance(engine, 0, BEFORE)
+            engine.save_checkpoint(folder, tag=saved)
+            if saved == "saved":
+                at_save = picture(engine)
+            else:
+                moments = {n: safe_get_full_optimizer_state(p, "exp_avg") for n, p in trainable(engine.module).items()}
+    on_rank_0(convert, folder / "saved", folder / "universal")
+    on_rank_0(convert, folder / "adam", folder / "adopted", adopt=True)
+    with engine_for(cell, plain_groups, other_network(), **eadamw, **universal) as engine:
+        engine.load_checkpoint(folder, tag="universal")
+        assert_same("loaded", picture(engine), at_save)
+        assert {group["layerwise"] for group in engine.basic_optimizer.param_groups} == {"none"}
+    with engine_for(cell, plain_groups, other_network(), **eadamw, **universal) as engine:
+        engine.load_checkpoint(folder, tag="adopted")
+        for name, p in trainable(engine.module).items():
+            assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), moments[name]), name
+            assert not safe_get_full_optimizer_state(p, "grad_ema").any(), name
+
+
 #: The cell, and the optimizer whose checkpoint is adopted.
 ADOPTED = {
     "stage 1, adam": ("stage 1", ADAM),

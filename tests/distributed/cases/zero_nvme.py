@@ -32,12 +32,13 @@ class Net(nn.Module):
 
     def __init__(self, first=WIDTH):
         super().__init__()
-        self.first = nn.Linear(WIDTH, first)
+        self.first = nn.Linear(first, first)
         self.layers = nn.Sequential(*[nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)])
         self.head = nn.Linear(WIDTH, 2 * WIDTH)
 
     def forward(self, x):
-        return self.head(self.layers(nn.functional.pad(self.first(x), (0, WIDTH - self.first.out_features))))
+        size = self.first.in_features
+        return self.head(self.layers(torch.cat([self.first(x[:, :size]), x[:, size:]], 1)))
 
 
 def build(**options):
@@ -48,7 +49,7 @@ def build(**options):
 def needs_async_io():
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("DeepSpeed cannot compile async_io: libaio-dev is missing")
-    if not EXHAUSTIVE and not (Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "async_io" / "async_io.so").exists():
+    if not EXHAUSTIVE and not Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""), "async_io", "async_io.so").exists():
         pytest.skip("async_io is not compiled: EXHAUSTIVE=1 does it")
 
 
@@ -62,7 +63,7 @@ def advance(engine, steps=3):
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
         x = torch.randn(4, WIDTH, generator=generator).bfloat16()
-        engine.backward(engine(x).float().square().mean())
+        engine.backward(engine(x.to(engine.device)).float().square().mean())
         engine.step()
 
 
@@ -92,8 +93,9 @@ def case_nvme_is_bitwise_memory(directory, setting):
         assert len(swapped) < len(engine.optimizer.fp16_groups)
         advance(engine)
         flats = [engine.optimizer.fp32_partitioned_groups_flat[i] for i in swapped]
-        assert all(flat.numel() == 0 for flat in flats)
-        assert {s[key].numel() for s in map(engine.basic_optimizer.state.get, flats) for key in ALTO.state_keys} == {0}
+        if not options:  # what is pipelined keeps its last buffers
+            held = [s[key] for s in map(engine.basic_optimizer.state.get, flats) for key in ALTO.state_keys]
+            assert {tensor.numel() for tensor in (*flats, *held)} == {0}
         got = picture(engine)
     assert got.keys() == expected.keys()
     for key, value in expected.items():
@@ -177,25 +179,16 @@ def case_not_to_nvme(directory, setting):
 
 
 @worlds(2)
-def case_states_on_nvme_are_not_loaded(directory):
-    """Weights are."""
+def case_no_checkpoint_is_loaded_to_nvme(directory):
+    """DeepSpeed skips states there, and fails without them."""
     needs_async_io()
-    ds_config = swapping(directory, device="nvme", buffer_count=5)
-    said = pytest.warns(UserWarning, match="DeepSpeed's checkpoints do not restore them")
-    with said, running(build(), ds_config) as engine:
+    said = pytest.warns(UserWarning, match="cannot be resumed, .* DeepSpeed does not load them, with any optimizer")
+    with said, running(build(), swapping(directory, device="nvme", buffer_count=5)) as engine:
         advance(engine)
         engine.save_checkpoint(directory / "from nvme", tag="saved")
-        saved = {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
-        with pytest.raises(ValueError, match="would mix with them: load it before step 1"):
-            engine.load_checkpoint(directory / "from nvme", load_optimizer_states=False)
-    model = build()
-    with torch.no_grad():
-        model.head.weight.add_(1.0)
-    with running(model, ds_config) as engine:
-        with pytest.raises(ValueError, match="do not restore them there; load the weights alone"):
-            engine.load_checkpoint(directory / "from nvme")
-        engine.load_checkpoint(directory / "from nvme", load_optimizer_states=False)
-        for name, p in engine.module.named_parameters():
-            if name.endswith("weight"):
-                assert torch.equal(safe_get_full_fp32_param(p), saved[name]), name
-        advance(engine, 1)
+        before = picture(engine)
+        for options in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
+            with pytest.raises(ValueError, match='no checkpoint can be loaded: .*on NVMe.* Use "device": "cpu"'):
+                engine.load_checkpoint(directory / "from nvme", **options)
+        got = picture(engine)
+        assert all(torch.equal(got[key], value) for key, value in before.items())

@@ -32,7 +32,7 @@ def case_states_are_read_and_written(setting):
         train(engine, steps=1)
         p = dict(engine.module.named_parameters())["up.weight"]
         for place, key in enumerate(ALTO.state_keys):
-            value = torch.full((13, 6), 2.0 + place)
+            value = torch.full((13, 6), 2.0 + place, device=engine.device)
             safe_set_full_optimizer_state(p, value, key)
             assert torch.equal(safe_get_full_optimizer_state(p, key), value), key
         beta1, before = PARAMS["betas"][0], safe_get_full_optimizer_state(p, "grad_ema").clone()

@@ -17,7 +17,7 @@ Run = Callable[[Wave], None]
 
 
 class Access(NamedTuple):
-    """``size`` bytes (2 or 4) at each of ``places``, in multiples of ``unit`` of the instruction's offsets."""
+    """``places`` words of ``size`` bytes (2 or 4), one after the other, of as many registers."""
 
     is_load: bool
     size: int

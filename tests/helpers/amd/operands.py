@@ -152,9 +152,5 @@ def _write_mask(wave: Wave, register: int, value: np.ndarray) -> None:
     wave.set_mask(register, int.from_bytes(bits, "little"))
 
 
-def implicit_mask(wave: Wave) -> np.ndarray:
-    """VCC."""
-    return _VCC(wave)
-
-
-_VCC = _mask_reader(VCC)
+#: Where an encoding does not name the register of a mask.
+implicit_mask: Reader = _mask_reader(VCC)

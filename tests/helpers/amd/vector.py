@@ -17,14 +17,12 @@ Run = Callable[[Wave], None]
 
 def vector(instruction: Instruction) -> Run:
     """What a VALU instruction does to a wave."""
-    if (
-        instruction.get("omod")
-        or instruction.get("clmp")
-        or (instruction.get("opsel") and instruction.name not in PACKED)
-    ):
+    if instruction.get("omod") or instruction.get("clmp"):
         raise Unsupported(f"modifiers of {instruction.label}: {instruction.fields}")
     if instruction.name in PACKED:
         return _packed(instruction)
+    if instruction.get("opsel") or (instruction.cdna and instruction.name.startswith("V_CMPX")):
+        raise Unsupported(f"{instruction.label}: {instruction.fields}")
     if instruction.encoding == "VOPD":
         return _dual(instruction)
     operation = ARITHMETIC[instruction.name]

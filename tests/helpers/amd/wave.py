@@ -17,10 +17,6 @@ def lanes_of(mask: int, lanes: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(mask.to_bytes(lanes // 8, "little"), np.uint8), bitorder="little").view(bool)
 
 
-def mask_of(lanes: np.ndarray) -> int:
-    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
-
-
 class Wave:
     """Scalar registers are Python numbers below 2^32, vector registers rows of ``v``."""
 

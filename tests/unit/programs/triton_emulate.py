@@ -40,9 +40,11 @@ def check_proof(kernel, dtypes):
 def check_weights(kernel, dtypes):
     """Bit by bit, over all magnitudes there are: quotients and roots are IEEE's, from denormals to infinity."""
     shard = make(dtypes, wide_range)
+    if dtypes.param == torch.bfloat16:
+        put_ties(shard, dtypes)
     theta = shard.param.clone()
     kernel.phase_two([shard], torch.tensor([STEP_SIZE], dtype=torch.float64))
-    expected = (theta.float() - f32(STEP_SIZE) * direction(shard, theta)).to(dtypes.param)
+    expected = moved(shard, theta).to(dtypes.param)
     wrong = ~((shard.param == expected) | (shard.param.isnan() & expected.isnan()))
     assert not wrong.any(), f"{wrong.sum()} weights, such as {shard.param[wrong][:3]} instead of {expected[wrong][:3]}"
     assert expected.isfinite().sum() > LENGTH // 2
@@ -62,10 +64,30 @@ def check_sums(kernel, dtypes):
     torch.testing.assert_close(sums, expected, rtol=1e-13, atol=0)
 
 
-def make(dtypes, values):
-    tensors = [None if dtype is None else values(LENGTH).to(dtype) for dtype in dtypes]
-    param, grad, m, u = tensors
-    return FlatShard(param, grad, m, values(LENGTH).abs(), u, (Span(0, LENGTH, 0),), COEFFICIENTS)
+def make(dtypes, values, length=LENGTH):
+    def tensor(dtype):
+        if dtype is None:
+            return None
+        numbers = values(length)
+        # float16 has fewer magnitudes: what is too large for it is drawn again.
+        return torch.where(numbers.abs() > torch.finfo(dtype).max, torch.randn(length), numbers).to(dtype)
+
+    param, grad, m, u = map(tensor, dtypes)
+    return FlatShard(param, grad, m, values(length).abs(), u, (Span(0, length, 0),), COEFFICIENTS)
+
+
+def moved(shard, theta):
+    """The next weights, before they are rounded to their dtype."""
+    return theta.float() - f32(STEP_SIZE) * direction(shard, theta)
+
+
+def put_ties(shard, dtypes):
+    """At its beginning, weights whose next value lies in the middle between two of bfloat16. Chance has none."""
+    many = make(dtypes, torch.randn, 1 << 20)
+    ties = (moved(many, many.param).view(torch.int32) & 0xFFFF == 0x8000).nonzero()[:, 0]
+    assert len(ties) > 8
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        getattr(shard, name)[: len(ties)] = getattr(many, name)[ties]
 
 
 def wide_range(count):
