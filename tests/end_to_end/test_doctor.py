@@ -353,7 +353,7 @@ def test_a_process_that_reports_nothing_is_stopped_and_one_that_reports_is_not(t
 def test_a_sharded_step_without_the_collective_is_found_wrong(tmp_path, monkeypatch):
     """What the check of two ranks is for."""
     alone = "import sys\nif 'rank' in sys.orig_argv:\n    from alto_distributed.sharding import norms\n"
-    alone += "    norms._all_reduce = lambda table, group, *more: table\n"
+    alone += "    norms.start_all_reduce = lambda table, group: lambda: table\n"
     modules(tmp_path, sitecustomize=alone)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPO)]))
     check = examination.two_ranks("cpu", seconds=100.0)

@@ -115,7 +115,7 @@ def case_vectors_at_a_rate_of_their_own_and_embeddings_without_ratio(label, sett
 def differs_from_one_rate(engine):
     """The negative control: what was compared does depend on both."""
     for other in (dataclasses.replace(APART, vector_lr=1.0), dataclasses.replace(APART, embeddings="ratio")):
-        gap = torch.tensor(largest_gap(engine, reference(other)))
+        gap = torch.tensor(largest_gap(engine, reference(other)), device=devices.here())
         dist.all_reduce(gap, dist.ReduceOp.MAX)
         assert gap > 1e-3, gap
 

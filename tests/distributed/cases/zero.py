@@ -343,12 +343,12 @@ def case_one_collective_a_group_and_step(stage):
 
     with running(network(), config({"stage": stage})) as engine:
         train(engine, steps=1)
-        counted, original = [], norms._all_reduce
-        norms._all_reduce = lambda *a: counted.append(1) or original(*a)
+        counted, original = [], norms.start_all_reduce
+        norms.start_all_reduce = lambda *a: counted.append(1) or original(*a)
         try:
             train(engine, steps=1)
         finally:
-            norms._all_reduce = original
+            norms.start_all_reduce = original
         assert len(counted) == 2, counted
 
 

@@ -140,7 +140,8 @@ def _refuse_others(directory: Path, now: dict[str, Any]) -> None:
 def _convert(directory: Path, run: Run) -> None:
     """Write the universal form of a checkpoint beside it, unless it is there from an earlier start, and whole."""
     target, name = directory / _UNIVERSAL, run.optimizer.name
-    source = {"manifest": checksum(directory / manifest.NAME)}
+    listed = directory / manifest.NAME  # not there where an engine saves by itself
+    source = {"manifest": checksum(listed) if listed.is_file() else ""}
     if target.is_dir() and _is_whole(target, source):
         return
     if name not in (*optimizers.ALTO_NAMES, "adam", "adamw"):
