@@ -47,18 +47,20 @@ def case_a_manifest_says_what_there_is(directory):
 
 @worlds(2)
 def case_a_checkpoint_of_0_1_1_loads(directory):
-    """It has the number of ranks in two files more, and its manifest was written by another function."""
+    """It has the number of ranks in two files more, its manifest was written by another function, and it names no data."""
     run = run_of(2)
     with engine_of(run) as engine:
-        checkpoints = Checkpoints(directory / "older", run)
+        checkpoints = Checkpoints(directory / "older", run, {"train.bin": "of this run"})
         advance(engine, run, 0, 1)
         path, before = checkpoints.save(engine, 1), weights(engine)
         assert "ranks" not in json.loads((path / "saved_by.json").read_text())
-        assert json.loads((path / "run.json").read_text()).keys() == {"step", "settings"}
+        assert json.loads((path / "run.json").read_text()).keys() == {"step", "settings", "data"}
 
         def make_older():
             for name, more in (("saved_by.json", {"ranks": 2}), ("run.json", {"world_size": 2})):
-                (path / name).write_text(json.dumps({**json.loads((path / name).read_text()), **more}, indent=2))
+                content = {**json.loads((path / name).read_text()), **more}
+                content.pop("data", None)
+                (path / name).write_text(json.dumps(content, indent=2))
                 damage.reseal(path, name)
             content = json.loads((path / manifest.NAME).read_text())
             with (path / manifest.NAME).open("w") as file:
