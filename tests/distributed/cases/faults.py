@@ -47,7 +47,7 @@ def case_a_manifest_says_what_there_is(directory):
 
 @worlds(2)
 def case_a_checkpoint_of_0_1_1_loads(directory):
-    """It has the number of ranks in two files more, its manifest was written by another function, and it names no data."""
+    """It has the number of ranks in two files more, another function wrote its manifest, and it names no data."""
     run = run_of(2)
     with engine_of(run) as engine:
         checkpoints = Checkpoints(directory / "older", run, {"train.bin": "of this run"})
