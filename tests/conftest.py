@@ -1,6 +1,7 @@
 """Settings every test needs, set before torch is imported."""
 
 import os
+import sys
 from pathlib import Path
 
 # bf16 matrix products die with SIGILL on hosts that advertise AMX without letting it be used.
@@ -63,9 +64,13 @@ def pytest_collection_finish(session):
     launcher.select(case for item in session.items if (case := case_of(item)))
 
 
+_RECURSION = sys.getrecursionlimit()
+
+
 @pytest.fixture(autouse=True)
-def _same_seed_for_every_test():
+def _same_start_for_every_test():
     torch.manual_seed(1234)
+    sys.setrecursionlimit(_RECURSION)  # tinygrad raises it when it is imported
 
 
 @pytest.fixture(scope="session")

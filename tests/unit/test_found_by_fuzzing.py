@@ -192,7 +192,7 @@ def test_a_manifest_with_a_checksum_that_fits(change, message, checkpoint):
 def test_settings_in_a_checkpoint_that_are_none(text, tmp_path):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match="run.json"):
-        checkpoints._settings(tmp_path / "run.json")
+        checkpoints._about(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize("line", ["5", "[]", '{"loss": 1.0}', '{"step": "1"}', '{"step": 1, "loss": "low"}', "\x80"])
