@@ -439,7 +439,7 @@ def low_precision_gap(zero, precision, cell):
     return torch.stack([(got[name] - p.detach()).abs().max() for name, p in trainable(expected).items()]).max().item()
 
 
-@worlds(1, 2, 4)
+@worlds(1, 2, exhaustive=(4,))
 @some(LOW_CELLS)
 def case_low_precision_is_bitwise_right(setting):
     assert low_precision_gap(*setting) == 0
