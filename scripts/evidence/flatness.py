@@ -174,6 +174,6 @@ def _on_text(family: Family, alpha: float, beta1: float, seed: int) -> Course:
     data = tiny_gpt.stdlib_data(trial.share)
     model = tiny_gpt.MODEL
     (tokens,) = Samples(data, "train", model["sequence"], model["vocabulary"], seed=0).batch(0, 128, 128)
-    watch = Observer(lambda m: next_token_loss(m(inputs_of(tokens)).logits, tokens), family.at(), products=40)
+    watch = Observer(lambda m: next_token_loss(m(**inputs_of(tokens)).logits, tokens), family.at(), products=40)
     watch.course.held_out = tiny_gpt.train(trial.run(data), watch).final
     return watch.course

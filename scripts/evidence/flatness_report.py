@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .figures import new_figure, save
-from .paired import Difference, paired, verdict_higher, verdict_lower
+from .paired import LEAST_SEEDS, Difference, paired, verdict_higher, verdict_lower
 from .study import Claim, mean_and_spread
 
 if TYPE_CHECKING:
@@ -102,25 +102,35 @@ def _pairs(courses: Courses, against: Callable[[float], float]) -> Iterator[tupl
                 yield f"{family.name}, alpha {alpha:g} against {against(alpha):g}", some, other
 
 
+#: Claims, each of which compares every pair.
+CLAIMS = 4
+
+
+def _together(courses: Courses, against: Callable[[float], float]) -> int:
+    """Comparisons of the page."""
+    return CLAIMS * len(list(_pairs(courses, against)))
+
+
 def compare(
     courses: Courses, against: Callable[[float], float], value: Callable[[Course], float]
 ) -> dict[str, Difference]:
+    count = _together(courses, against)
     return {
-        what: paired([value(course) for course in some], [value(course) for course in other])
+        what: paired([value(course) for course in some], [value(course) for course in other], comparisons=count)
         for what, some, other in _pairs(courses, against)
     }
 
 
-def _at_equal_loss(courses: Courses) -> dict[str, Difference]:
-    """As :func:`compare` with the mirrored alpha, where both have come down to the loss that both reach."""
+def at_equal_loss(courses: Courses, against: Callable[[float], float]) -> dict[str, Difference]:
+    """As :func:`compare` of sharpness, where both have come down to the loss that both reach."""
     differences = {}
-    for what, some, other in _pairs(courses, lambda alpha: -alpha):
+    for what, some, other in _pairs(courses, against):
         bars = [max(min(a.loss), min(b.loss)) for a, b in zip(some, other, strict=True)]
         levels = [
             [math.log(max(_at_loss(c, bar), 1e-12)) for c, bar in zip(runs, bars, strict=True)]
             for runs in (some, other)
         ]
-        differences[what] = paired(*levels)
+        differences[what] = paired(*levels, comparisons=_together(courses, against))
     return differences
 
 
@@ -130,8 +140,9 @@ def _at_equal_loss(courses: Courses) -> dict[str, Difference]:
 def claims(courses: Courses) -> list[Claim]:
     where = "section 3, figure of the Hessian's top eigenvalue"
     mirrored = compare(courses, lambda alpha: -alpha, _sharpness)
-    level = _at_equal_loss(courses)
+    level = at_equal_loss(courses, lambda alpha: -alpha)
     original = compare(courses, lambda _: 0.0, _sharpness)
+    original_level = at_equal_loss(courses, lambda _: 0.0)
     drift = compare(courses, lambda alpha: -alpha, lambda course: course.drift[-1])
     slow = compare(courses, lambda alpha: -alpha, _progress)
     return [
@@ -139,13 +150,14 @@ def claims(courses: Courses) -> list[Claim]:
             "A negative alpha ends in flatter minima than a positive one.",
             where,
             verdict_lower(level.values()),  # where losses differ, so does flatness
-            f"{_told('Top eigenvalue at the end', mirrored, _times)} {_told('At equal training loss', level, _times)}",
+            f"{_told('Top eigenvalue at equal training loss', level, _times)} {_told('At the end', mirrored, _times)}",
         ),
         Claim(
             "A negative alpha ends in flatter minima than the optimizer that it adapts (alpha 0).",
             "section 3, why large-batch training is important",
-            verdict_lower(original.values()),
-            _told("Top eigenvalue at the end", original, _times),
+            verdict_lower(original_level.values()),
+            f"{_told('Top eigenvalue at equal training loss', original_level, _times)} "
+            f"{_told('At the end', original, _times)}",
         ),
         Claim(
             "A negative alpha explores a larger part of the parameter space than a positive one.",
@@ -167,14 +179,18 @@ def _times(difference: Difference) -> str:
 
 
 def _told(what: str, differences: Mapping[str, Difference], figure: Callable[[Difference], str]) -> str:
-    parts = [
-        f"{pair}: {figure(d)}{'' if d.lower or d.higher else ' (within noise)'}" for pair, d in differences.items()
-    ]
+    parts = [f"{pair}: {figure(d)}{_doubt(d)}" for pair, d in differences.items()]
     return f"{what}, {'; '.join(parts)}."
 
 
+def _doubt(difference: Difference) -> str:
+    if difference.seeds < LEAST_SEEDS:
+        return f" ({difference.seeds} seeds)"
+    return "" if difference.counts else " (within noise)"
+
+
 def notes(courses: Courses) -> list[str]:
-    table, level = rows(courses), _at_equal_loss(courses)
+    table, level = rows(courses), at_equal_loss(courses, lambda alpha: -alpha)
     told = []
     for name in dict.fromkeys(row["setting"] for row in table):
         here = [row for row in table if row["setting"] == name]
@@ -186,7 +202,8 @@ def notes(courses: Courses) -> list[str]:
             f"held-out error has alpha = {best['alpha']:g} ({best['held-out error']:.4g})."
         )
     return [
-        "A difference counts with five seeds or more, where its 95% interval excludes 0.",
+        "A difference counts with five seeds or more, where its 95% interval, widened for the comparisons of all "
+        "claims, excludes 0. Verdicts are those of the settings with five seeds.",
         f"Where both have come down to the same training loss, the negative alpha of a mirrored pair is flatter beyond "
         f"noise in {sum(d.lower for d in level.values())} and sharper in {sum(d.higher for d in level.values())} of "
         f"{len(level)} pairs.",
@@ -201,12 +218,12 @@ def notes(courses: Courses) -> list[str]:
 
 
 def guidance(courses: Courses) -> list[str]:
-    flat = compare(courses, lambda _: 0.0, _sharpness)
+    flat = at_equal_loss(courses, lambda _: 0.0)
     flatter = sum(d.lower for d in flat.values())
     sharper = sum(d.higher for d in flat.values())
     return [
-        f"Do not choose a negative alpha for flatness alone without measuring: beside alpha 0 the top eigenvalue was "
-        f"lower beyond noise in {flatter} and higher in {sharper} of {len(flat)} comparisons here."
+        f"Do not choose a negative alpha for flatness alone without measuring: beside alpha 0, at equal loss, the top "
+        f"eigenvalue was lower beyond noise in {flatter} and higher in {sharper} of {len(flat)} comparisons here."
     ]
 
 

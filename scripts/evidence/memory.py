@@ -82,7 +82,7 @@ def measure(name: str, size: Size, batch: int) -> dict[str, Any]:
     tokens = torch.randint(0, 1024, (batch, 65), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
-        next_token_loss(model(inputs_of(tokens)).logits, tokens).backward()
+        next_token_loss(model(**inputs_of(tokens)).logits, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .study import UNTESTABLE, verdict
+from .study import verdict
 
 #: Fewer seeds show no difference: with three, "all agree and two standard errors" is wrong by chance in 18% of cases.
 LEAST_SEEDS = 5
@@ -52,26 +52,36 @@ class Difference:
         return self.counts and self.mean > 0
 
     def __str__(self) -> str:
+        if not math.isfinite(self.mean):
+            return "runs of both broke down" if math.isnan(self.mean) else f"runs of the {self._broken} broke down"
         return f"{self.mean:+.3f} +- {self.half_width:.3f}"
+
+    @property
+    def _broken(self) -> str:
+        return "first" if self.mean > 0 else "second"
 
 
 def paired(first: Sequence[float], second: Sequence[float], *, least: float = 0.0, comparisons: int = 1) -> Difference:
-    """``first`` minus ``second``. A run that broke down (infinite loss) is worse than any that did not."""
+    """``first`` minus ``second``. A run that broke down (infinite loss) is worse than any that did not.
+
+    Where some broke down there is no interval. Such a difference counts if every seed has it the same way round.
+    """
     gaps = [a - b if a != b else 0.0 for a, b in zip(first, second, strict=True)]
+    if not all(map(math.isfinite, gaps)):
+        one_way = all(gap > 0 for gap in gaps) or all(gap < 0 for gap in gaps)
+        broken = [gap for gap in gaps if not math.isfinite(gap)]
+        mean = broken[0] if len(set(broken)) == 1 else math.nan
+        return Difference(mean, 0.0 if one_way else math.inf, len(gaps), least, comparisons)
     mean = statistics.fmean(gaps)
-    if len(gaps) < 2:
-        return Difference(mean, math.inf, len(gaps), least, comparisons)
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if all(map(math.isfinite, gaps)) else 0.0
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
     return Difference(mean, error, len(gaps), least, comparisons)
 
 
 def verdict_lower(differences: Iterable[Difference]) -> str:
-    """On the claim that the first of each pair is lower; not testable with fewer seeds than count."""
-    found = list(differences)
-    return verdict([d.lower for d in found]) if all(d.seeds >= LEAST_SEEDS for d in found) else UNTESTABLE
+    """On the claim that the first of each pair is lower, by the pairs with seeds enough; without any, not testable."""
+    return verdict([d.lower for d in differences if d.seeds >= LEAST_SEEDS])
 
 
 def verdict_higher(differences: Iterable[Difference]) -> str:
     """The same for higher."""
-    found = list(differences)
-    return verdict([d.higher for d in found]) if all(d.seeds >= LEAST_SEEDS for d in found) else UNTESTABLE
+    return verdict([d.higher for d in differences if d.seeds >= LEAST_SEEDS])

@@ -166,7 +166,7 @@ def backward(model: nn.Module, batches: list[torch.Tensor]) -> float:
     """Add up the gradients of a step's micro-batches; returns the loss."""
     total = 0.0
     for tokens in batches:
-        loss = next_token_loss(model(inputs_of(tokens)).logits, tokens) / len(batches)
+        loss = next_token_loss(model(**inputs_of(tokens)).logits, tokens) / len(batches)
         loss.backward()
         total += loss.item()
     return total
@@ -174,7 +174,7 @@ def backward(model: nn.Module, batches: list[torch.Tensor]) -> float:
 
 @torch.no_grad()
 def validate(model: nn.Module, batches: list[torch.Tensor]) -> float:
-    losses = [next_token_loss(model(inputs_of(tokens)).logits, tokens) for tokens in batches]
+    losses = [next_token_loss(model(**inputs_of(tokens)).logits, tokens) for tokens in batches]
     return float(torch.stack(losses).mean())
 
 

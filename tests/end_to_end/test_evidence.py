@@ -73,6 +73,7 @@ def test_adapted_optimizers_leave_small_minima(quick):
 
 def test_small_batches_need_fewer_epochs(quick):
     rows = quick("large_batch")[0].rows
+    assert {claim.verdict for claim in quick("large_batch")[0].claims} == {"not testable here"}  # one seed
     for name, full in (("AdamW", "AdamW"), ("LAMB", "LAMB"), ("ALTO", "ALTO alpha -5")):
         small = value(rows, "best error", optimizer=name, batch=large_batch.SMALL)
         assert small < 0.8 * value(rows, "best error", optimizer=full, batch=4096)

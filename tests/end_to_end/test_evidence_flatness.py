@@ -60,6 +60,22 @@ def test_verdicts_follow_the_numbers(flatter):
     assert {claim.verdict for claim in flatness_report.claims(courses)} == {HELD if flatter else FAILED}
 
 
+def test_flatness_is_judged_where_losses_are_equal():
+    """A run that is further on is flatter, whatever its alpha: at the end it was called flatter than alpha 0."""
+    family = Family("made up", "LAMB", 0.1, 2, 1, ((-5.0, 0.99), (0.0, 0.99)), 2)
+    jitter = (1.0, 1.01, 1.02, 0.99, 0.98)
+    courses = {
+        (family, (-5.0, 0.99)): [course(1 * j, 5, 0.2) for j in jitter],  # at a loss of 0.9 it has 4.1
+        (family, (0.0, 0.99)): [course(3 * j, 4, 0.9) for j in jitter],
+    }
+    original = flatness_report.claims(courses)[1]
+    assert original.verdict == FAILED
+    assert "At the end, made up, alpha -5 against 0: 0.33 times." in original.finding
+    (difference,) = flatness_report.at_equal_loss(courses, lambda _: 0.0).values()
+    assert difference.higher
+    assert difference.comparisons == 4  # one pair, in four claims
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     return flatness.run(True, tmp_path_factory.mktemp("flatness"))

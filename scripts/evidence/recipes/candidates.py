@@ -80,15 +80,18 @@ def _alto(trial: Trial, parts: Mapping[str, list[nn.Parameter]]) -> list[Scaled]
 def _elementwise(
     make: Callable[[list[dict[str, Any]], dict[str, float], Trial], torch.optim.Optimizer],
 ) -> Callable[[Trial, Mapping[str, list[nn.Parameter]]], list[Scaled]]:
-    """Of optimizers that treat each element by itself: two groups, matrices with embeddings and vectors."""
+    """Of optimizers that treat each element by itself: matrices, embeddings and vectors, with a rate each."""
 
     def build(trial: Trial, parts: Mapping[str, list[nn.Parameter]]) -> list[Scaled]:
         groups: list[dict[str, Any]] = [
-            {"params": parts["embeddings"] + parts["matrices"], "weight_decay": 1e-2},
+            {"params": parts["matrices"], "weight_decay": 1e-2},
+            {"params": parts["embeddings"], "weight_decay": 1e-2},
             {"params": parts["vectors"], "weight_decay": 0.0},
         ]
-        optimizer = make(groups, dict(trial.own), trial)
-        return [(optimizer, g, f) for g, f in zip(optimizer.param_groups, (1.0, trial.vectors), strict=True)]
+        numbers = dict(trial.own)
+        optimizer = make(groups, numbers, trial)
+        factors = (1.0, numbers["embedding_lr"], trial.vectors)
+        return [(optimizer, g, f) for g, f in zip(optimizer.param_groups, factors, strict=True)]
 
     return build
 
@@ -143,20 +146,22 @@ def _muon(trial: Trial, parts: Mapping[str, list[nn.Parameter]]) -> list[Scaled]
 _FAMILY: dict[str, Sequence[float]] = {"vectors": VECTORS}
 _BETA1 = (0.5, 0.7, 0.8, 0.9, 0.95)
 _BETA2 = (0.9, 0.95, 0.99, 0.999)
+#: The family's rule for embeddings and Muon's ``rest`` give these a rate of their own, too.
+_EMBEDDINGS = (0.3, 1.0, 3.0, 10.0, 30.0)
 
 CANDIDATES: dict[str, Candidate] = {
     "lamb-0.9": Candidate("LAMB beta2 0.9", -4.5, _alto, {"beta2": 0.9}, _FAMILY),
     "lamb-0.8": Candidate("LAMB beta2 0.8", -4.5, _alto, {"beta2": 0.8}, _FAMILY),
-    "lamb": Candidate("LAMB, beta2 tuned", -4.5, _alto, {"beta2": 0.8}, {**_FAMILY, "beta2": (0.6, 0.7, 0.8, 0.9)}),
-    "paper": Candidate("ALTO, paper", -4.5, _alto, {"alpha": -5.0, "beta1": 0.99, "beta2": 0.9}, _FAMILY),
-    "zero-lag": Candidate("ALTO, zero-lag", -4.5, _alto, {"beta2": 0.9}, {**_FAMILY, "beta2": (0.7, 0.8, 0.9, 0.95)}),
-    "nesterov": Candidate("ALTO, Nesterov", -4.5, _alto, {"beta2": 0.9}, {**_FAMILY, "beta2": (0.7, 0.8, 0.9, 0.95)}),
+    "lamb": Candidate("LAMB (beta2 tuned)", -4.5, _alto, {"beta2": 0.8}, {**_FAMILY, "beta2": (0.6, 0.7, 0.8, 0.9)}),
+    "paper": Candidate("ALTO (paper)", -4.5, _alto, {"alpha": -5.0, "beta1": 0.99, "beta2": 0.9}, _FAMILY),
+    "zero-lag": Candidate("ALTO (zero-lag)", -4.5, _alto, {"beta2": 0.9}, {**_FAMILY, "beta2": (0.7, 0.8, 0.9, 0.95)}),
+    "nesterov": Candidate("ALTO (Nesterov)", -4.5, _alto, {"beta2": 0.9}, {**_FAMILY, "beta2": (0.7, 0.8, 0.9, 0.95)}),
     "adamw": Candidate(
         "AdamW",
         -7.0,
         _elementwise(_adamw),
-        {"beta1": 0.9, "beta2": 0.99},
-        {"beta1": _BETA1, "beta2": _BETA2, "vectors": VECTORS},
+        {"beta1": 0.9, "beta2": 0.99, "embedding_lr": 1.0},
+        {"embedding_lr": _EMBEDDINGS, "beta1": _BETA1, "beta2": _BETA2, "vectors": VECTORS},
     ),
     "muon": Candidate(
         "Muon with AdamW",
@@ -169,15 +174,21 @@ CANDIDATES: dict[str, Candidate] = {
         "AdEMAMix",
         -7.5,
         _elementwise(_ademamix),
-        {"beta1": 0.9, "beta2": 0.99, "beta3": 0.99, "alpha": 2.0},
-        {"alpha": (1.0, 2.0, 5.0), "beta3": (0.95, 0.99, 0.999), "beta1": _BETA1, "vectors": VECTORS},
+        {"beta1": 0.9, "beta2": 0.99, "beta3": 0.99, "alpha": 2.0, "embedding_lr": 1.0},
+        {
+            "embedding_lr": _EMBEDDINGS,
+            "alpha": (1.0, 2.0, 5.0),
+            "beta3": (0.95, 0.99, 0.999),
+            "beta1": _BETA1,
+            "vectors": VECTORS,
+        },
     ),
     "mars": Candidate(
         "MARS",
         -7.0,
         _elementwise(_mars),
-        {"beta1": 0.95, "beta2": 0.99, "gamma": 0.025},
-        {"beta1": _BETA1, "gamma": (0.0125, 0.025, 0.05, 0.1), "vectors": VECTORS},
+        {"beta1": 0.95, "beta2": 0.99, "gamma": 0.025, "embedding_lr": 1.0},
+        {"embedding_lr": _EMBEDDINGS, "beta1": _BETA1, "gamma": (0.0125, 0.025, 0.05, 0.1), "vectors": VECTORS},
     ),
 }
 FAMILY = ("lamb-0.9", "lamb-0.8", "lamb", "paper", "zero-lag", "nesterov")
