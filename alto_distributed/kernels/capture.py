@@ -11,9 +11,9 @@ from typing import NoReturn
 import torch
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on ``device`` now is recorded instead."""
-    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+def is_capturing(device_type: str | None) -> bool:
+    """Whether what is launched on the current device of a type now is recorded instead."""
+    asked = getattr(getattr(torch, device_type or "", None), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 

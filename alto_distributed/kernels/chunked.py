@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
-from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard, flattened
+from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, store, store_weights
+from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard, Span, flattened
 
 # Buffers of 5 MiB beside 5 MiB of operands stay in a CPU's last-level cache. Much smaller chunks are slower:
 # torch splits an operation over threads only from 32K elements on, and each costs microseconds to start.
@@ -63,18 +63,19 @@ def chunk_length(device: torch.device) -> int:
 def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
     for shard, scratch in _with_scratch(shards, sums.dtype):
         c = shard.coefficients
-        for here, slot, ratio in chunks(shard):
+        for span in chunks(shard):
+            here, slot = slice(span.start, span.stop), span.slot
             v = shard.exp_avg_sq[here]
             d = _gradient(shard, here, scratch)
             sums[NONZERO, slot].add_(d.count_nonzero())
             if shard.grad_ema is not None:
-                d = _adapt(d, shard.grad_ema[here], shard, here.start, scratch)
+                d = _adapt(d, shard.grad_ema[here], shard, span, scratch)
             m = scratch.in_full("m", shard.exp_avg[here]).lerp_(d, 1 - c.beta2)
             v.mul_(c.beta3).addcmul_(d, d, value=1 - c.beta3)
             if shard.exp_avg.dtype != m.dtype:
-                store(shard.exp_avg[here], m, key_of(shard, EXP_AVG_BITS), here.start)
+                store(shard.exp_avg[here], m, span, c.step, EXP_AVG_BITS)
                 m.copy_(shard.exp_avg[here])  # phase two will read the rounded one
-            if ratio:
+            if span.ratio:
                 theta = scratch.in_full("theta", shard.param[here])
                 r, factor = _direction(theta, m, v, c, scratch)
                 sums[THETA_SQUARED, slot].add_(scratch.sum_of_squares(theta))
@@ -88,17 +89,18 @@ def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: N
         dtype = shard.exp_avg_sq.dtype
         if dtype not in narrow:
             narrow[dtype] = step_sizes.to(dtype)
-        for here, slot, _ in chunks(shard):
+        for span in chunks(shard):
+            here = slice(span.start, span.stop)
             target = shard.param[here]
             theta = scratch.in_full("theta", target)
             m = scratch.in_full("m", shard.exp_avg[here])
             r, factor = _direction(theta, m, shard.exp_avg_sq[here], c, scratch)
-            step_size = narrow[dtype][slot]
+            step_size = narrow[dtype][span.slot]
             if c.eps1 == 0:
                 r.masked_fill_(step_size == 0, 0.0)  # 0/0 where there has been no gradient yet
             theta.addcmul_(r, step_size, value=-factor)
             if theta.dtype != target.dtype:
-                target.copy_(theta)
+                store_weights(shard, span, theta)
 
 
 def _gradient(shard: FlatShard, here: slice, scratch: _Scratch) -> torch.Tensor:
@@ -109,14 +111,14 @@ def _gradient(shard: FlatShard, here: slice, scratch: _Scratch) -> torch.Tensor:
     return torch.mul(g, shard.gradient_factor, out=scratch.buffer("gradient", g.numel()))
 
 
-def _adapt(g: torch.Tensor, u: torch.Tensor, shard: FlatShard, start: int, scratch: _Scratch) -> torch.Tensor:
+def _adapt(g: torch.Tensor, u: torch.Tensor, shard: FlatShard, span: Span, scratch: _Scratch) -> torch.Tensor:
     """d = (1-rho) g + rho u_{k-1} with rho = -alpha (1-b1), and u to u_k in place."""
     c = shard.coefficients
     full = scratch.in_full("u", u)
     d = torch.lerp(g, full, -c.alpha * (1 - c.beta1), out=scratch.buffer("direction", g.numel()))
     full.lerp_(g, 1 - c.beta1)
     if full.dtype != u.dtype:
-        store(u, full, key_of(shard, GRAD_EMA_BITS), start)
+        store(u, full, span, c.step, GRAD_EMA_BITS)
     return d
 
 
@@ -132,17 +134,19 @@ def _direction(
     r = scratch.buffer("direction", v.numel())
     if c.weight_decay == 0:
         return torch.div(m, denominator, out=r), scale
+    # Not addcdiv: on a CPU it multiplies m by the value before it divides, which overflows for gradients near 1e38.
+    torch.div(m, denominator, out=r)
     if c.weight_decay >= SMALLEST_DIVISOR:
-        return torch.addcdiv(theta, m, denominator, value=scale / c.weight_decay, out=r), c.weight_decay
-    return torch.mul(theta, c.weight_decay, out=r).addcdiv_(m, denominator, value=scale), 1.0
+        return torch.add(theta, r, alpha=scale / c.weight_decay, out=r), c.weight_decay
+    return r.mul_(scale).add_(theta, alpha=c.weight_decay), 1.0
 
 
-def chunks(shard: FlatShard) -> Iterator[tuple[slice, int, bool]]:
-    """The spans of a shard with their slots and whether these get a ratio, cut to the length of the buffers."""
+def chunks(shard: FlatShard) -> Iterator[Span]:
+    """The spans of a shard, cut to the length of the buffers."""
     length = chunk_length(shard.param.device)
-    for start, stop, slot, ratio in shard.spans:
-        for low in range(start, stop, length):
-            yield slice(low, min(low + length, stop)), slot, ratio
+    for span in shard.spans:
+        for low in range(span.start, span.stop, length):
+            yield span.part(low, min(low + length, span.stop))
 
 
 def _with_scratch(shards: Sequence[FlatShard], sums_dtype: torch.dtype | None) -> Iterator[tuple[FlatShard, _Scratch]]:

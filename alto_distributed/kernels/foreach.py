@@ -18,14 +18,17 @@ from typing import Any, NamedTuple
 import torch
 
 from .chunked import SMALLEST_DIVISOR
-from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, Rounding
-from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Batch, Coefficients, Dtypes, FlatShard, batch_of, flattened
+from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, WEIGHT_BITS, Rounding
+from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Batch, Coefficients, Dtypes, FlatShard, Span, batch_of, flattened
 
 #: Elements that a block of a foreach operation on CUDA takes, and blocks in a launch.
 BLOCK, BLOCKS = 65536, 320
 GROUP = BLOCK * BLOCKS
 #: Of directions that phase one leaves to phase two.
-KEPT_BYTES = 3 << 29
+KEPT_BYTES = 1400 << 20
+#: Devices on which addcdiv multiplies a quotient; others may divide a product, which overflows for gradients near 1e38.
+#: Meta tensors are counted as CUDA's.
+DIVIDES_FIRST = ("cuda", "meta")
 
 Tensors = list[torch.Tensor]
 
@@ -34,15 +37,13 @@ class Part(NamedTuple):
     """Neighboring elements of one span."""
 
     shard: FlatShard
-    start: int
-    stop: int
-    slot: int
+    span: Span
 
     def of(self, tensor: torch.Tensor | None) -> torch.Tensor:
         if tensor is None:
             raise ValueError("a state that is not there has no part")
-        whole = self.start == 0 and self.stop == tensor.numel()
-        return tensor if whole else tensor[self.start : self.stop]
+        start, stop = self.span[:2]
+        return tensor if start == 0 and stop == tensor.numel() else tensor[start:stop]
 
 
 #: Row of the table of sums, whose part, the tensor or number that was found, and its factor.
@@ -64,7 +65,7 @@ class Group:
 
     @property
     def sizes(self) -> list[int]:
-        return [part.stop - part.start for part in self.parts]
+        return [part.span.stop - part.span.start for part in self.parts]
 
     @property
     def factor(self) -> float:
@@ -74,10 +75,10 @@ class Group:
             return c.scale_and_eps()[0] if self.parts[0].shard.counter is None else 1.0
         return c.weight_decay if c.weight_decay >= SMALLEST_DIVISOR else 1.0
 
-    def spread(self, numbers: torch.Tensor) -> Tensors:
+    def spread(self, numbers: Sequence[torch.Tensor]) -> Tensors:
         """One number of each part, for all of its elements."""
         sizes = self.sizes
-        return list(torch.split(torch.cat([x.expand(n) for x, n in zip(numbers.unbind(), sizes, strict=True)]), sizes))
+        return list(torch.split(torch.cat([x.expand(n) for x, n in zip(numbers, sizes, strict=True)]), sizes))
 
     def scale_and_eps(self, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         """Those of the coefficients, from numbers of steps that are on the device."""
@@ -85,7 +86,7 @@ class Group:
         k = torch.stack([part.shard.counter for part in self.parts if part.shard.counter is not None]).double()
         root = (1 - torch.pow(beta3, k)).sqrt()
         scale, eps = root / (1 - torch.pow(beta2, k)), root * self.coefficients.eps1
-        return self.spread(scale.to(dtype)), self.spread(eps.to(dtype))
+        return self.spread(scale.to(dtype).unbind()), self.spread(eps.to(dtype).unbind())
 
 
 class ForeachKernel:
@@ -104,14 +105,14 @@ class ForeachKernel:
 
     def phase_one(self, shards: Sequence[FlatShard], sums: torch.Tensor) -> list[Group]:
         batch = flattened(batch_of(shards))
-        groups = list(_groups(batch))
-        squares: list[Found] = []
+        groups = list(groups_of(batch))
+        measured = [
+            (NONZERO, part, grad, 1.0)
+            for group in groups
+            for part, grad in zip(group.parts, group.of("grad"), strict=True)
+        ]
+        found: list[Found] = []
         kept = 0
-        for some in _alike(groups, "grad"):
-            largest = torch._foreach_norm([g for group in some for g in group.of("grad")], torch.inf, sums.dtype)
-            parts = (part for group in some for part in group.parts)
-            squares += [(NONZERO, part, norm, 1.0) for part, norm in zip(parts, largest, strict=True)]
-        measured: list[Found] = []
         rounded = _with_rounding(groups, batch.kept)
         for group in groups:
             targets = [group.of(name) for name in ("exp_avg", "exp_avg_sq")]
@@ -122,22 +123,24 @@ class ForeachKernel:
             if not group.ratio:
                 continue
             r, factor = _direction(group)
-            squares_of = [(R_SQUARED, part, x, factor * factor) for part, x in zip(group.parts, r, strict=True)]
+            squares_of = [(R_SQUARED, part, x, factor) for part, x in zip(group.parts, r, strict=True)]
             kept += 4 * sum(group.sizes)
             if kept <= KEPT_BYTES:
                 group.direction = r
                 measured += squares_of
             else:
-                squares += _squared(squares_of, sums.dtype)
+                found += norms(squares_of, sums.dtype)
         for group in (group for group in groups if group.ratio):
             measured += [(THETA_SQUARED, p, t, 1.0) for p, t in zip(group.parts, group.of("param"), strict=True)]
-        _add(sums, [*squares, *_squared(measured, sums.dtype)])
+        add(sums, [*found, *norms(measured, sums.dtype)])
         return groups
 
     def phase_two(
         self, shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: list[Group] | None = None
     ) -> None:
-        groups = list(_groups(flattened(batch_of(shards)))) if prepared is None else prepared
+        batch = batch_of(shards)
+        groups = list(groups_of(flattened(batch))) if prepared is None else prepared
+        rounded = _with_rounding([group for group in groups if group.parts[0].shard.rounds_weights], batch.kept)
         narrow: dict[torch.dtype, torch.Tensor] = {}
         for group in groups:
             dtype = group.parts[0].shard.exp_avg_sq.dtype
@@ -145,30 +148,32 @@ class ForeachKernel:
                 narrow[dtype] = step_sizes.to(dtype)
             r, factor = (group.direction, group.factor) if group.direction else _direction(group)
             group.direction = None
-            sizes = group.sizes
-            steps = torch.cat([narrow[dtype][p.slot].expand(n) for p, n in zip(group.parts, sizes, strict=True)])
             params = group.of("param")
             with self._undone([params]):
-                theta, _ = _in_full(params, dtype)
-                torch._foreach_addcmul_(theta, r, list(torch.split(steps, sizes)), value=-factor)
-                if theta is not params:
+                theta, flat = in_full(params, dtype)
+                numbers = [narrow[dtype][part.span.slot] for part in group.parts]
+                if len(numbers) == 1:
+                    theta[0].addcmul_(r[0], numbers[0], value=-factor)
+                else:
+                    torch._foreach_addcmul_(theta, r, group.spread(numbers), value=-factor)
+                if flat is not None and id(group) in rounded:
+                    rounding, number = rounded[id(group)]
+                    rounding.store(number, params, flat, WEIGHT_BITS)
+                elif flat is not None:
                     torch._foreach_copy_(params, theta)
 
     def _moments(self, group: Group, rounding: Rounding, number: int) -> None:
         c, dtype = group.coefficients, group.parts[0].shard.exp_avg_sq.dtype
-        d, _ = _in_full(group.of("grad"), dtype)
-        first = group.parts[0].shard
-        if first.inverse_scale is not None or c.sign != 1:
-            d = list(torch._foreach_mul(d, first.gradient_factor))
+        d = gradients(group)
         if group.parts[0].shard.grad_ema is not None:
             averages = group.of("grad_ema")
-            u, flat = _in_full(averages, dtype)
+            u, flat = in_full(averages, dtype)
             g, d = d, list(torch._foreach_lerp(d, u, -c.alpha * (1 - c.beta1)))
             torch._foreach_lerp_(u, g, 1 - c.beta1)
             if flat is not None:
                 rounding.store(number, averages, flat, GRAD_EMA_BITS)
         firsts = group.of("exp_avg")
-        m, flat = _in_full(firsts, dtype)
+        m, flat = in_full(firsts, dtype)
         torch._foreach_lerp_(m, d, 1 - c.beta2)
         v = group.of("exp_avg_sq")
         torch._foreach_mul_(v, c.beta3)
@@ -192,19 +197,20 @@ class ForeachKernel:
 kernel = ForeachKernel()
 
 
-def _groups(shards: Batch) -> Iterator[Group]:
+def groups_of(shards: Batch) -> Iterator[Group]:
     """The spans of all shards, in groups of at most as many blocks as a launch has."""
     open_groups: dict[Any, tuple[Group, int]] = {}
     for shard in shards:
-        alike = id(shard.coefficients), Dtypes.of(shard), shard.exp_avg_sq.dtype
-        for start, stop, slot, ratio in shard.spans:
-            key = (*alike, ratio)
-            while start < stop:
-                group, blocks = open_groups.pop(key, (Group(shard.coefficients, ratio), 0))
-                end = min(stop, start + (BLOCKS - blocks) * BLOCK, (start // 2**32 + 1) * 2**32)
-                group.parts.append(Part(shard, start, end, slot))
-                blocks += -(-(end - start) // BLOCK)
-                start = end
+        alike = id(shard.coefficients), Dtypes.of(shard), shard.exp_avg_sq.dtype, shard.rounds_weights
+        for span in shard.spans:
+            key, rest = (*alike, span.ratio), span
+            while rest.start < rest.stop:
+                group, blocks = open_groups.pop(key, (Group(shard.coefficients, span.ratio), 0))
+                length = min((BLOCKS - blocks) * BLOCK, 2**32 - rest.offset % 2**32)
+                end = min(rest.stop, rest.start + length)
+                group.parts.append(Part(shard, rest.part(rest.start, end)))
+                blocks += -(-(end - rest.start) // BLOCK)
+                rest = rest.part(end, rest.stop)
                 if blocks < BLOCKS:
                     open_groups[key] = group, blocks
                 else:
@@ -220,20 +226,21 @@ def _with_rounding(groups: Sequence[Group], kept: dict[Any, Any]) -> dict[int, t
     for group in groups:
         by_numbers.setdefault(id(group.coefficients), []).append(group)
     for some in by_numbers.values():
-        rounding = Rounding([[(p.shard, p.start, p.stop) for p in group.parts] for group in some], kept)
+        rounding = Rounding([group.parts for group in some], kept)
         found.update({id(group): (rounding, number) for number, group in enumerate(some)})
     return found
 
 
-def _alike(groups: Sequence[Group], name: str) -> list[list[Group]]:
-    """Those whose tensors of a name are of one dtype, as a foreach operation wants them."""
-    found: dict[torch.dtype, list[Group]] = {}
-    for group in groups:
-        found.setdefault(getattr(group.parts[0].shard, name).dtype, []).append(group)
-    return list(found.values())
+def gradients(group: Group) -> Tensors:
+    """As the update takes them: in the precision of the arithmetic, unscaled, and negated to climb."""
+    first = group.parts[0].shard
+    g, _ = in_full(group.of("grad"), first.exp_avg_sq.dtype)
+    if first.inverse_scale is None and group.coefficients.sign == 1:
+        return g
+    return list(torch._foreach_mul(g, first.gradient_factor))
 
 
-def _in_full(tensors: Tensors, dtype: torch.dtype) -> tuple[Tensors, torch.Tensor | None]:
+def in_full(tensors: Tensors, dtype: torch.dtype) -> tuple[Tensors, torch.Tensor | None]:
     """The tensors themselves, or in the precision of the arithmetic, with the one tensor that they are parts of."""
     if tensors[0].dtype == dtype:
         return tensors, None
@@ -248,7 +255,7 @@ def _direction(group: Group) -> tuple[Tensors, float]:
     """(x, f) with f x = r = lambda theta + m^ / (sqrt(v^) + eps1)."""
     c, factor = group.coefficients, group.factor
     v = group.of("exp_avg_sq")
-    m, _ = _in_full(group.of("exp_avg"), v[0].dtype)
+    m, _ = in_full(group.of("exp_avg"), v[0].dtype)
     denominator = list(torch._foreach_sqrt(v))
     if group.parts[0].shard.counter is None:
         scale, eps = c.scale_and_eps()
@@ -264,32 +271,58 @@ def _direction(group: Group) -> tuple[Tensors, float]:
         torch._foreach_clamp_min_(denominator, torch.finfo(v[0].dtype).tiny)
     if c.weight_decay == 0:
         return list(torch._foreach_div(m, denominator)), factor
-    theta, _ = _in_full(group.of("param"), v[0].dtype)
+    theta, _ = in_full(group.of("param"), v[0].dtype)
     if c.weight_decay < SMALLEST_DIVISOR:
         theta = list(torch._foreach_mul(theta, c.weight_decay))
-    return list(torch._foreach_addcdiv(theta, m, denominator, value=scale / factor)), factor
+    if theta[0].device.type in DIVIDES_FIRST:
+        return list(torch._foreach_addcdiv(theta, m, denominator, value=scale / factor)), factor
+    r = torch._foreach_div(m, denominator)
+    return list(torch._foreach_add(theta, r, alpha=scale / factor)), factor
 
 
-def _squared(found: Sequence[Found], dtype: torch.dtype) -> list[Found]:
-    """The squared norms of tensors in their place."""
-    by_dtype: dict[torch.dtype, list[Found]] = {}
+def norms(found: Sequence[Found], dtype: torch.dtype) -> list[Found]:
+    """The norms of tensors in their place. They are taken in ``dtype``.
+
+    Whether a tensor has an element that is not 0, which is asked for in row ``NONZERO``, any norm tells, unless squares
+    of its elements could vanish. So all are one operation for most models.
+    """
+    alike: dict[tuple[torch.dtype, float], list[Found]] = {}
     for entry in found:
-        by_dtype.setdefault(entry[2].dtype, []).append(entry)
+        tensor = entry[2]
+        vanish = entry[0] == NONZERO and (tensor.dtype == dtype or dtype != torch.float64)
+        alike.setdefault((tensor.dtype, torch.inf if vanish else 2), []).append(entry)
     result: list[Found] = []
-    for some in by_dtype.values():
-        norms = list(torch._foreach_norm([tensor for _, _, tensor, _ in some], 2, dtype))
-        torch._foreach_mul_(norms, norms)
-        result += [(row, part, norm, factor) for (row, part, _, factor), norm in zip(some, norms, strict=True)]
+    for (_, order), some in alike.items():
+        taken = torch._foreach_norm([tensor for _, _, tensor, _ in some], order, dtype)
+        result += [(row, part, norm, factor) for (row, part, _, factor), norm in zip(some, taken, strict=True)]
     return result
 
 
-def _add(sums: torch.Tensor, found: Sequence[Found]) -> None:
-    """Add numbers to their slots. A slot that has several takes them in turns: each launch writes to it once."""
-    turns: dict[tuple[float, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+def add(sums: torch.Tensor, found: Sequence[Found]) -> None:
+    """Add norms to their slots: squared, except in row ``NONZERO``.
+
+    Norms take turns, so that each launch writes to a slot once. If the first turn has one for many of the slots, these
+    are put into a table, which is added as a whole.
+    """
+    for factor in {factor for *_, factor in found} - {1.0}:
+        torch._foreach_mul_([norm for *_, norm, other in found if other == factor], factor)
+    turns: list[dict[tuple[int, int], torch.Tensor]] = []
     seen: dict[tuple[int, int], int] = {}
-    rows = [row.unbind() for row in sums.unbind()]
-    for row, part, number, factor in found:
-        turn = seen[row, part.slot] = seen.get((row, part.slot), 0) + 1
-        turns.setdefault((factor, turn), []).append((rows[row][part.slot], number))
-    for (factor, _), some in sorted(turns.items(), key=lambda item: item[0][1]):
-        torch._foreach_add_([slot for slot, _ in some], [number for _, number in some], alpha=factor)
+    for row, part, norm, _ in found:
+        cell = row, part.span.slot
+        nth = seen[cell] = seen.get(cell, -1) + 1
+        if nth == len(turns):
+            turns.append({})
+        turns[nth][cell] = norm
+    height, slots = 1 + max((row for row, _ in seen), default=-1), sums.shape[1]
+    if turns and height * slots < 3 * len(turns[0]):
+        first, nothing = turns.pop(0), torch.zeros((), dtype=sums.dtype, device=sums.device)
+        cells = [first.get((row, slot), nothing) for row in range(height) for slot in range(slots)]
+        table = torch.stack(cells).view(height, slots)
+        table[:NONZERO].square_()
+        sums[:height].add_(table)
+    for turn in turns:
+        further = [norm for (row, _), norm in turn.items() if row != NONZERO]
+        if further:
+            torch._foreach_mul_(further, further)
+        torch._foreach_add_([sums[cell] for cell in turn], list(turn.values()))

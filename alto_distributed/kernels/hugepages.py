@@ -19,6 +19,8 @@ import torch
 # Below this, a tensor has hardly a whole huge page in it.
 _LARGE = 1 << 22
 _MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # Linux 6.1
+_HUGE = 1 << 21
 
 
 def zeros_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -33,6 +35,24 @@ def zeros_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         advise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size - first), ctypes.c_int(_MADV_HUGEPAGE))
     return state.zero_()
+
+
+def collapse(tensor: torch.Tensor) -> bool:
+    """Move a large tensor of the CPU that has its memory already into huge pages. What is in it stays.
+
+    Returns:
+        Whether the system did. Older ones cannot, and another may have no memory for it.
+    """
+    advise = _madvise()
+    if advise is None or tensor.device.type != "cpu" or tensor.is_pinned():
+        return False
+    begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    first = -(-begin // _HUGE) * _HUGE
+    length = (begin + size - first) // _HUGE * _HUGE
+    if length <= 0:
+        return False
+    done: int = advise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(_MADV_COLLAPSE))
+    return done == 0
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,6 +3,10 @@
 Both phases run on small tensors of the dtypes in use: odd lengths, misaligned beginnings, padding, slots that several
 tensors share, scaled gradients, a gradient of zeros, and a step that is skipped. States must have the bits of the
 reference on the same device, sums and weights may differ by rounding, and a second run must give the same bits.
+
+Each number that a kernel takes changes the result by more than rounding: a fifth of the elements is as small as eps1,
+indices straddle 2^32, and tensors take turns in their hyperparameters. (eps2, eps3, the limits of the ratio and the
+learning rates are in the step sizes, which no kernel makes.)
 """
 
 from __future__ import annotations
@@ -18,7 +22,13 @@ from .protocol import Kernel
 from .shards import NONZERO, SUMS, Coefficients, Dtypes, FlatShard, Span
 
 _SLOTS = 4
-_CLIMBING = Hyperparameters(maximize=True)
+_HYPERS = (
+    Hyperparameters(maximize=True, weight_decay=0.3, eps=(1e-5, 1e-6, 1e-10)),
+    Hyperparameters(
+        alpha=0.5, betas=(0.2, 0.8, 0.95), weight_decay=0.05, eps=(3e-5, 1e-6, 1e-10), bias_correction=False
+    ),
+)
+_SMALL = 1e-5
 _STATES = ("grad_ema", "exp_avg", "exp_avg_sq")
 _TENSORS = ("param", "grad", *_STATES)
 # Lengths around what programs take at a time, with a beginning off every alignment; each with spans that leave gaps.
@@ -42,10 +52,7 @@ def complaint(
         for some in sorted(dtypes, key=str):
             wrong = _wrong_with(kernel, skipping, device, some)
             if wrong:
-                names = ", ".join(
-                    f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in some._asdict().items()
-                )
-                return f"with {names}: {wrong}"
+                return f"with {some.in_words()}: {wrong}"
     except Exception as error:  # a compiler's or a driver's: whatever it is, the kernel cannot be used
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return ""
@@ -82,7 +89,10 @@ def _wrong_with(
 def _two_steps(kernel: Kernel, shards: Sequence[FlatShard], step_sizes: torch.Tensor) -> torch.Tensor:
     sums = torch.zeros(SUMS, _SLOTS, dtype=torch.float64, device=step_sizes.device)
     for k in (1, 2):
-        shards = [replace(shard, coefficients=Coefficients.at_step(_CLIMBING, k)) for shard in shards]
+        shards = [
+            replace(shard, coefficients=Coefficients.at_step(_HYPERS[n % len(_HYPERS)], k))
+            for n, shard in enumerate(shards)
+        ]
         kernel.phase_two(shards, step_sizes, kernel.phase_one(shards, sums))
     return sums
 
@@ -94,24 +104,26 @@ def _shards(device: torch.device, dtypes: Dtypes) -> list[FlatShard]:
     for n, (length, offset) in enumerate(_PIECES):
         middle = length // 2
         slots = [n % 3, 3] if n % 3 != 1 else [2, 0]
-        spans = [Span(0, middle, slots[0])] if middle else []
-        spans.append(Span(middle + (3 if length > 50 else 0), length, slots[1]))
+        gap = 3 if length > 50 else 0
+        spans = [Span(0, middle, slots[0], True, n + 7, 1000 * n)] if middle else []
+        spans.append(Span(middle + gap, length, slots[1], True, n + 100, 2**32 - length // 4))
         inside = torch.zeros(length, dtype=torch.bool, device="cpu")
         for span in spans:
             inside[span.start : span.stop] = True
 
         def tensor(
-            dtype: torch.dtype | None, positive: bool = False, offset: int = offset, inside: torch.Tensor = inside
+            dtype: torch.dtype | None, power: int = 1, offset: int = offset, inside: torch.Tensor = inside
         ) -> torch.Tensor | None:
             if dtype is None:
                 return None
             values = torch.randn(len(inside), generator=generator, dtype=torch.float32, device="cpu")
-            values = torch.where(inside, values.abs() if positive else values, torch.nan)
+            values[::5] *= _SMALL**power
+            values = torch.where(inside, values.abs() if power == 2 else values, torch.nan)
             storage = torch.zeros(len(inside) + offset, dtype=dtype, device=device)
             storage[offset:] = values.to(device, dtype)
             return storage[offset:]
 
-        tensors = [tensor(dtypes.param), tensor(dtypes.grad), tensor(dtypes.exp_avg), tensor(torch.float32, True)]
+        tensors = [tensor(dtypes.param, 0), tensor(dtypes.grad), tensor(dtypes.exp_avg), tensor(torch.float32, 2)]
         param, grad, m, v = (t for t in tensors if t is not None)
         shard = FlatShard(
             param,
@@ -120,8 +132,7 @@ def _shards(device: torch.device, dtypes: Dtypes) -> list[FlatShard]:
             v,
             tensor(dtypes.grad_ema),
             tuple(spans),
-            Coefficients.at_step(_CLIMBING, 1),
-            seed=n + 7,
+            Coefficients.at_step(_HYPERS[0], 1),
             inverse_scale=torch.full((), 0.25, dtype=torch.float32, device=device),
         )
         for span in spans:

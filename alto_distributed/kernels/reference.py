@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, key_of, store
+from .rounding import EXP_AVG_BITS, GRAD_EMA_BITS, store, store_weights
 from .shards import NONZERO, R_SQUARED, THETA_SQUARED, Coefficients, FlatShard, flattened
 
 
@@ -50,7 +50,7 @@ def trust_ratio(
         r_norm: norms of their directions r.
         eps2: keeps the ratio below 1/eps2.
         eps3: phi(x) = x + eps3.
-        one_at_zero: ratio 1 where either norm is 0, so that a zero-initialised tensor can leave zero.
+        one_at_zero: ratio 1 where either norm is 0, so that a zero-initialized tensor can leave zero.
             Off, the formula stands as written.
     """
     phi = theta_norm + eps3
@@ -66,18 +66,18 @@ def phase_one(shards: Sequence[FlatShard], sums: torch.Tensor) -> None:
     for shard in flattened(shards):
         c = shard.coefficients
         dtype = shard.exp_avg_sq.dtype
-        for start, stop, slot, ratio in shard.spans:
-            here = slice(start, stop)
+        for span in shard.spans:
+            here, slot = slice(span.start, span.stop), span.slot
             v = shard.exp_avg_sq[here]
             g, m, theta = (t[here].to(dtype) for t in (shard.grad, shard.exp_avg, shard.param))
             g = d = shard.as_taken(g)
             if shard.grad_ema is not None:
                 d, u = adapt_gradient(g, shard.grad_ema[here].to(dtype), c.alpha, c.beta1)
-                store(shard.grad_ema[here], u, key_of(shard, GRAD_EMA_BITS), start)
-            store(shard.exp_avg[here], c.beta2 * m + (1 - c.beta2) * d, key_of(shard, EXP_AVG_BITS), start)
+                store(shard.grad_ema[here], u, span, c.step, GRAD_EMA_BITS)
+            store(shard.exp_avg[here], c.beta2 * m + (1 - c.beta2) * d, span, c.step, EXP_AVG_BITS)
             v.copy_(c.beta3 * v + (1 - c.beta3) * d**2)
             sums[NONZERO, slot] += g.count_nonzero()
-            if ratio:
+            if span.ratio:
                 r = direction(theta, shard.exp_avg[here].to(dtype), v, c)  # of the m that is kept: phase two's
                 sums[THETA_SQUARED, slot] += theta.to(sums.dtype).square().sum()
                 sums[R_SQUARED, slot] += r.to(sums.dtype).square().sum()
@@ -87,10 +87,10 @@ def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: N
     for shard in flattened(shards):
         c = shard.coefficients
         dtype = shard.exp_avg_sq.dtype
-        for start, stop, slot, _ in shard.spans:
-            here = slice(start, stop)
+        for span in shard.spans:
+            here, slot = slice(span.start, span.stop), span.slot
             m, v = shard.exp_avg[here].to(dtype), shard.exp_avg_sq[here]
             theta = shard.param[here].to(dtype)
             moved = theta - step_sizes[slot] * direction(theta, m, v, c)
             # 0 is "stay": also where r is not a number.
-            shard.param[here] = torch.where(step_sizes[slot] == 0, theta, moved).to(shard.param.dtype)
+            store_weights(shard, span, torch.where(step_sizes[slot] == 0, theta, moved))

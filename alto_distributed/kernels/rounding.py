@@ -4,31 +4,34 @@ A moving average with decay 0.99 hardly moves in bfloat16 under rounding to near
 than half a unit in the last place. Rounded up or down by chance, in proportion to the distance, it is
 right in the mean.
 
-The chance comes from a generator without a state of its own: the bits of an element follow from the
-tensor's seed, the number of the step, which state it is, and the element's index. So a resumed run goes
-on to the bit, replicas stay equal, and every kernel (C and Triton too) gives the same values. All
-arithmetic is on unsigned 32-bit integers::
+The chance comes from a generator without a state of its own: the bits of an element follow from the seed of its
+parameter, the number of the step, which state it is, and the element's index in the parameter. So a resumed run goes
+on to the bit, replicas stay equal, a run over other ranks has the same values, and so has every kernel (C and Triton
+too). All arithmetic is on unsigned 32-bit integers::
 
     mix(x)               x ^= x>>16; x *= 0x7feb352d; x ^= x>>15; x *= 0x846ca68b; x ^= x>>16
     key(seed, k, which)  mix(mix(seed + 0x9e3779b9*k) + which)
     bits(key, i)         mix((i & 0xffffffff) ^ mix(key + (i >> 32)))
 
 A float32 is rounded by adding the lower 16 of these bits to its own and keeping the upper half.
+
+Weights in bfloat16 are rounded to nearest, unless they are masters: then an update below half a unit in the last place
+would be lost, and they are rounded by chance too. A weight that does not move keeps its bits.
 """
 
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .shards import FlatShard
+from .shards import FlatShard, Span
 
 GRAD_EMA_BITS = 0
 EXP_AVG_BITS = 1
+WEIGHT_BITS = 2
 
 _MASK = 0xFFFFFFFF
 # The generator works in int64, so its temporaries are several times as large as what is rounded.
@@ -44,21 +47,9 @@ def mix(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def key_of(shard: FlatShard, which: int) -> int:
-    """The key of one state of a shard at this step."""
-    return mix(mix(shard.seed + 0x9E3779B9 * shard.coefficients.step) + which)
-
-
-def seed_of(group: int, index: int, contents: str = "") -> int:
-    """A tensor's seed: the same in every process and every run.
-
-    Args:
-        group: number of its parameter group.
-        index: its place in the group.
-        contents: for a tensor that an engine describes with a layout, the name of what is in it: some engines
-            put one tensor after the other into the same place.
-    """
-    return mix(mix(mix(group) + index) ^ zlib.crc32(contents.encode()))
+def key_of(seed: int, k: int, which: int) -> int:
+    """The key of one state of a parameter at step k."""
+    return mix(mix(seed + 0x9E3779B9 * k) + which)
 
 
 def random_bits(key: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -67,16 +58,26 @@ def random_bits(key: int, start: int, stop: int, device: torch.device) -> torch.
     return _mix((i & _MASK) ^ _mix((i >> 32).add_(key).bitwise_and_(_MASK)))
 
 
-def store(target: torch.Tensor, value: torch.Tensor, key: int, start: int) -> None:
-    """Put ``value`` into ``target``, whose first element has index ``start`` in its shard; round if need be."""
+def store_weights(shard: FlatShard, span: Span, value: torch.Tensor) -> None:
+    """Put new weights into their place: to nearest, or at random where the shard asks for it."""
+    target = shard.param[span.start : span.stop]
+    if shard.rounds_weights:
+        store(target, value, span, shard.coefficients.step, WEIGHT_BITS)
+    else:
+        target.copy_(value)
+
+
+def store(target: torch.Tensor, value: torch.Tensor, span: Span, k: int, which: int) -> None:
+    """Put ``value`` into ``target``, the elements of ``span`` in one of its tensors, at step k; round if need be."""
     if target.dtype == value.dtype:
         target.copy_(value)
         return
+    key = key_of(span.seed, k, which)
     for low in range(0, value.numel(), _AT_A_TIME):
         x = value[low : low + _AT_A_TIME]
-        noise = random_bits(key, start + low, start + low + x.numel(), x.device).bitwise_and_(0xFFFF)
+        noise = random_bits(key, span.offset + low, span.offset + low + x.numel(), x.device).bitwise_and_(0xFFFF)
         rounded = (x.view(torch.int32) + noise.to(torch.int32)).bitwise_right_shift_(16).to(torch.int16)
-        # Infinity and NaN have no neighbours to choose from.
+        # Infinity and NaN have no neighbors to choose from.
         target[low : low + _AT_A_TIME] = torch.where(x.isfinite(), rounded.view(torch.bfloat16), x.to(torch.bfloat16))
 
 
@@ -95,12 +96,12 @@ class Rounding:
     Keys are made once a step for all parts; elements are rounded one list of parts at a time.
 
     Args:
-        lists: of parts: shard, first and last element (excluded) of each; none straddles a multiple of 2^32. All are at
-            the same step, or know theirs on the device.
+        lists: of parts: a shard and a span of it; the indices of none straddle a multiple of 2^32. All are at the same
+            step, or know theirs on the device.
         kept: where what hangs on the parts alone is kept from step to step.
     """
 
-    def __init__(self, lists: Sequence[Sequence[tuple[FlatShard, int, int]]], kept: dict[Any, Any]) -> None:
+    def __init__(self, lists: Sequence[Sequence[tuple[FlatShard, Span]]], kept: dict[Any, Any]) -> None:
         self._parts = list(itertools.chain.from_iterable(lists))
         ends = list(itertools.accumulate(map(len, lists)))
         self._slices = [slice(end - len(some), end) for some, end in zip(lists, ends, strict=True)]
@@ -113,7 +114,7 @@ class Rounding:
 
         ``values`` become what was stored.
         """
-        lengths = [stop - start for _, start, stop in self._parts[self._slices[number]]]
+        lengths = [span.stop - span.start for _, span in self._parts[self._slices[number]]]
         inner = self._inner(which, values.device)[self._slices[number]]
         # As random_bits, in int32: sums and products wrap, and a shift is followed by a mask.
         x = self._indices(number, lengths, values.device) ^ _expanded(inner, lengths)
@@ -143,19 +144,19 @@ class Rounding:
 
     def _step(self) -> int | torch.Tensor:
         """k, or one a part where it is on the device."""
-        counters = [shard.counter for shard, _, _ in self._parts if shard.counter is not None]
+        counters = [shard.counter for shard, _ in self._parts if shard.counter is not None]
         return torch.stack(counters).long() if counters else self._parts[0][0].coefficients.step
 
     def _constants(self, device: torch.device) -> Sequence[torch.Tensor]:
         """Of each part: its seed, the upper half of its indices, and what makes a place in its list an index."""
-        key = "rounding", tuple((shard.place, start, stop, shard.seed) for shard, start, stop in self._parts)
+        key = "rounding", tuple((shard.place, span) for shard, span in self._parts)
         if key not in self._kept:
             rows = []
             for some in self._slices:
                 place = 0
-                for shard, start, stop in self._parts[some]:
-                    rows.append((shard.seed & _MASK, start >> 32, _wrapped(start - place)))
-                    place += stop - start
+                for _, span in self._parts[some]:
+                    rows.append((span.seed & _MASK, span.offset >> 32, _wrapped(span.offset - place)))
+                    place += span.stop - span.start
             self._kept[key] = torch.tensor(rows, dtype=torch.int64, device="cpu").T.contiguous().to(device)
         found: Sequence[torch.Tensor] = self._kept[key]
         return found

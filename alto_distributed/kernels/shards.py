@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..hyperparameters import Hyperparameters
-from ..spans import NONZERO, PLAIN, R_SQUARED, SUMS, THETA_SQUARED, Span
+from ..spans import NONZERO, R_SQUARED, SUMS, THETA_SQUARED, Span
+from .memory import Memory, memory_of
 
 __all__ = [
     "NONZERO",
@@ -92,36 +93,8 @@ class Dtypes(NamedTuple):
         u = piece.grad_ema
         return cls(piece.param.dtype, piece.grad.dtype, piece.exp_avg.dtype, None if u is None else u.dtype)
 
-
-class Memory(NamedTuple):
-    """Where the tensors of a shard begin and what they are made of, for kernels that go by addresses."""
-
-    device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]
-    """Of param, grad, exp_avg, exp_avg_sq and grad_ema; None and address 0 for one that is not there."""
-    addresses: tuple[int, int, int, int, int]
-
-
-def memory_of(
-    param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, u: torch.Tensor | None
-) -> Memory | None:
-    """None unless all are of one shape on one device, with their elements side by side in their own memory.
-
-    For many small tensors most of a step's time goes by here. So each is asked for everything at once.
-    """
-    shape, device = param.shape, param.device
-    if grad.layout != torch.strided:  # a sparse tensor cannot be asked whether it is contiguous
-        return None
-    for t in (param, grad, m, v) if u is None else (param, grad, m, v, u):
-        if not (type(t) in PLAIN and t.is_contiguous()) or t.shape != shape or t.device != device:
-            return None
-    if grad.is_neg() or param.is_neg():  # the elements are not there as their values
-        return None
-    return Memory(
-        device,
-        (param.dtype, grad.dtype, m.dtype, v.dtype, None if u is None else u.dtype),
-        (param.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(), 0 if u is None else u.data_ptr()),
-    )
+    def in_words(self) -> str:
+        return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self._asdict().items())
 
 
 @dataclass(slots=True)
@@ -142,8 +115,6 @@ class FlatShard:
     """None where alpha is 0 and always was: then the adapted gradient is the gradient."""
     spans: tuple[Span, ...]
     coefficients: Coefficients
-    seed: int = 0
-    """Of stochastic rounding: the same on all replicas, another for every tensor."""
     place: int = 0
     """Of its tensor in the plan of a step; kernels keep what they know about it under this number."""
     inverse_scale: torch.Tensor | None = None
@@ -151,6 +122,8 @@ class FlatShard:
     counter: torch.Tensor | None = None
     """k on the device, where the host does not know it: under ``capturable``. Then the corrections and the step of
     ``coefficients`` are not used."""
+    rounds_weights: bool = False
+    """Whether weights in bfloat16 are rounded stochastically as they are stored. Else they are, to nearest."""
     found: Memory | None = None
     """What :func:`memory_of` gave for these very tensors, if somebody has asked already."""
 

@@ -15,7 +15,7 @@ import torch
 
 from .chunked import chunks
 from .protocol import Kernel
-from .shards import FlatShard, Span, flattened
+from .shards import FlatShard, flattened
 
 
 class SkipIf:
@@ -45,5 +45,5 @@ class SkipIf:
 
 def _shards_of_a_chunk(shards: Sequence[FlatShard]) -> Iterator[tuple[FlatShard, slice]]:
     for shard in flattened(shards):
-        for here, slot, ratio in chunks(shard):
-            yield replace(shard, spans=(Span(here.start, here.stop, slot, ratio),)), here
+        for span in chunks(shard):
+            yield replace(shard, spans=(span,)), slice(span.start, span.stop)

@@ -6,7 +6,7 @@ import datetime
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +74,7 @@ def gathered_sum(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return torch.stack([piece.to(counts.device).view(torch.int64) for piece in received]).sum(0)
 
 
-def anyone_objects(objects: bool, groups: Iterable[ProcessGroup], device_types: Container[str]) -> bool:
+def anyone_objects(objects: bool, groups: Iterable[ProcessGroup]) -> bool:
     """Whether this rank, or any rank that the groups connect it with, objects to something. Waits for the device.
 
     A fault goes one group further in each pass. A mesh of n ranks has at most log2(n) dimensions of two or more, so
@@ -82,17 +82,25 @@ def anyone_objects(objects: bool, groups: Iterable[ProcessGroup], device_types: 
 
     Args:
         objects: whether this rank does.
-        groups: each is asked, if it communicates on a device of one of ``device_types``: so all of its ranks are.
-        device_types: of the devices that it is about.
+        groups: each is asked, on whatever device it communicates; so all of its ranks are.
     """
-    import torch.distributed as dist
+    asked = [group for group in groups if group.size() > 1]
+    passes = 1
+    if not spans_the_job(group.size() for group in asked):
+        import torch.distributed as dist
 
-    asked = [(group, home) for group in groups if (home := home_of(group)).type in device_types]
-    for _ in range((dist.get_world_size() - 1).bit_length() if asked else 0):
-        for group, home in asked:
-            found = torch.full((1,), float(objects), dtype=torch.float32, device=home)
+        passes = (dist.get_world_size() - 1).bit_length() if asked else 0
+    for _ in range(passes):
+        for group in asked:
+            found = torch.full((1,), float(objects), dtype=torch.float32, device=home_of(group))
             objects = bool(all_reduce(found, group, "MAX").item())
     return objects
+
+
+def spans_the_job(sizes: Iterable[int]) -> bool:
+    """Whether something of one of these sizes has all ranks of the job in it, which are several."""
+    world = everyone()
+    return world is not None and world.size() in sizes
 
 
 def replicas_object(objects: bool, seconds: float = PATIENCE) -> bool:
@@ -138,7 +146,7 @@ def device_for(device: torch.device, group: ProcessGroup) -> torch.device:
     """
     import torch.distributed as dist
 
-    device_type = _device_type(dist.get_backend_config(group), _accelerator())
+    device_type = _device_type(dist.get_backend_config(group), accelerator_type())
     if device.type == device_type:
         return device
     bound: torch.device | None = group.bound_device_id
@@ -171,9 +179,33 @@ def _backends(backend_config: str) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
-def _accelerator() -> str | None:
+def accelerator_type() -> str | None:
+    """The device type of this machine's accelerator, if it has one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if found is None else found.type
+
+
+class HostCopy:
+    """A few numbers on their way from a device to the host, which does not wait for them until it reads them.
+
+    Args:
+        numbers: not copied if they are on the host.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.host = numbers
+        self._arrived: torch.Event | None = None
+        if numbers.device.type != "cpu":
+            self.host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self.host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.Event(numbers.device)
+            self._arrived.record(torch.accelerator.current_stream(numbers.device))
+
+    def read(self) -> torch.Tensor:
+        """They, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self.host
 
 
 def everyone(group: ProcessGroup | None = None) -> ProcessGroup | None:

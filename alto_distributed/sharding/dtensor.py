@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..spans import PLAIN
-from .layout import LogicalParameter, ShardLayout
+from .layout import LogicalParameter, Segment, ShardLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,4 +67,21 @@ def layout_of(param: DTensor, name: str) -> ShardLayout:
         if not placement.is_replicate():
             groups.append(param.device_mesh.get_group(mesh_dim))
     logical = LogicalParameter(name, tuple(param.shape), tuple(groups))
-    return ShardLayout.whole(logical, local(param).numel())
+    numel = local(param).numel()
+    return ShardLayout(numel, [Segment(logical, 0, numel, _offset(param))])
+
+
+def _offset(param: DTensor) -> int:
+    """The place of this rank's first element in the whole, where its elements are consecutive there; else 0."""
+    from torch.distributed.tensor import Shard
+
+    begin, stop = 0, param.shape[0] if param.ndim else 1
+    for mesh_dim, placement in enumerate(param.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard or placement.dim != 0:
+            return 0
+        each = -(-(stop - begin) // param.device_mesh.size(mesh_dim))
+        begin = min(begin + each * param.device_mesh.get_local_rank(mesh_dim), stop)
+        stop = min(begin + each, stop)
+    return begin * param.shape[1:].numel()

@@ -56,7 +56,7 @@ class ShardLayout:
     Args:
         numel: elements of the local tensor.
         segments: what they are. Elements in no segment are padding: they are neither updated nor
-            counted, and may be uninitialised memory.
+            counted, and may be uninitialized memory.
     """
 
     def __init__(self, numel: int, segments: Iterable[Segment]) -> None:

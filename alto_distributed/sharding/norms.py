@@ -86,7 +86,8 @@ class NormTable:
         for group, slots in self._reductions:
             yield group, [self.parameters[slot] for slot in slots]
 
-    def _home(self) -> torch.device:
+    @property
+    def home(self) -> torch.device:
         """Where a rank without tensors makes its table: not on the host if that would have to be copied each step."""
         return home_of(self._reductions[0][0]) if self._reductions else torch.device("cpu")
 
@@ -104,7 +105,7 @@ class NormTable:
 
     def complete(self, partial: Mapping[torch.device, torch.Tensor], rows: int = SUMS) -> torch.Tensor:
         """The sums over this rank's devices (it may have none) and over every process group."""
-        tables = list(partial.values()) or [self.zeros(self._home(), rows)]
+        tables = list(partial.values()) or [self.zeros(self.home, rows)]
         # An accelerator, if there is one, receives the others' few bytes rather than waiting for the host.
         tables.sort(key=lambda table: table.device.type == "cpu")
         sums = tables[0]

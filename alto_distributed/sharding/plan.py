@@ -6,8 +6,10 @@ or one sub-group, after the other), so there is one plan for each set.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from ..errors import MisfittingTensor
 from ..spans import Span
 from . import dtensor
 from .agreement import describe_parameters, require_agreement, require_whole
+from .collective import spans_the_job
 from .layout import LogicalParameter, Segment, ShardLayout
 from .norms import NormTable, SlotIndex
 from .witness import GradientWitness
@@ -30,26 +33,25 @@ class PlannedTensor:
     Args:
         layout: of the tensor.
         slots: by the names of parameters.
+        seeds: of stochastic rounding, by the same.
         place: of the tensor among all of the plan.
-        position: number of its group, and its place there.
+        group: number of its group.
     """
 
     def __init__(
-        self, layout: ShardLayout, slots: Mapping[str, int], place: int, position: tuple[int, int] = (0, 0)
+        self, layout: ShardLayout, slots: Mapping[str, int], seeds: Mapping[str, int], place: int, group: int
     ) -> None:
         self.layout = layout
         self.place = place
-        self.position = position
+        self.group = group
         self._slot_of = slots
+        self._seed_of = seeds
         self._spans: dict[str, tuple[Span, ...]] = {}
 
     def spans(self, ratio_for: str) -> tuple[Span, ...]:
-        """Spans to work on; ``ratio_for`` says which get a ratio: "every", "matrices" or "no" segment.
-
-        "nothing" asks for no sums at all: spans that touch each other are one, in the slot of the first.
-        """
+        """Spans to work on; ``ratio_for`` says which get a ratio: "every", "matrices" or "no" segment."""
         if ratio_for not in self._spans:
-            self._spans[ratio_for] = self._merge(ratio_for)
+            self._spans[ratio_for] = tuple(self._spans_of_segments(ratio_for))
         return self._spans[ratio_for]
 
     def real_elements(self, grad: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -58,22 +60,24 @@ class PlannedTensor:
             yield grad
         else:
             flat = grad.reshape(-1)
-            for span in self.spans("nothing"):
-                yield flat[span.start : span.stop]
+            for start, stop in self._covered:
+                yield flat[start:stop]
 
-    def _merge(self, ratio_for: str) -> tuple[Span, ...]:
-        spans: list[Span] = []
+    @functools.cached_property
+    def _covered(self) -> list[tuple[int, int]]:
+        """The elements of all segments; those that touch each other are together."""
+        covered: list[tuple[int, int]] = []
+        for span in self.spans("no"):
+            begin = covered.pop()[0] if covered and covered[-1][1] == span.start else span.start
+            covered.append((begin, span.stop))
+        return covered
+
+    def _spans_of_segments(self, ratio_for: str) -> Iterator[Span]:
         for segment in sorted(self.layout.segments, key=lambda s: s.start):
-            if segment.length == 0:
-                continue
-            slot = self._slot_of[segment.parameter.name]
-            stop = segment.start + segment.length
-            touches = bool(spans) and spans[-1].stop == segment.start
-            if touches and (ratio_for == "nothing" or spans[-1].slot == slot):
-                spans[-1] = spans[-1]._replace(stop=stop)
-            else:
-                spans.append(Span(segment.start, stop, slot, _gets_ratio(segment, ratio_for)))
-        return tuple(spans)
+            if segment.length:
+                name, stop = segment.parameter.name, segment.start + segment.length
+                ratio = _gets_ratio(segment, ratio_for)
+                yield Span(segment.start, stop, self._slot_of[name], ratio, self._seed_of[name], segment.offset)
 
 
 def _gets_ratio(segment: Segment, ratio_for: str) -> bool:
@@ -111,9 +115,14 @@ class StepPlan:
         replicas = (group for tensor in self.tensors for group in dtensor.replica_groups(tensor))
         self.connected = list(dict.fromkeys([*self.norms.groups, *replicas]))
         """Process groups of the ranks that have pieces or replicas of these tensors, as far as tensors tell."""
+        meshes = (tensor.device_mesh.size() for tensor in self.tensors if dtensor.is_dtensor(tensor))
+        self.connects_all = spans_the_job([*(group.size() for group in self.connected), *meshes])
+        """Whether these connect all ranks of the job."""
         places = itertools.count()
+        # By what users call a parameter: that is the same however it is cut up.
+        seeds = {name: zlib.crc32(label.encode()) for name, label in self.labels.items()}
         self.groups = [
-            [PlannedTensor(layout, self.norms.slots, next(places), (g, i)) for i, (_, layout) in enumerate(group)]
+            [PlannedTensor(layout, self.norms.slots, seeds, next(places), g) for _, layout in group]
             for g, group in enumerate(resolved)
         ]
         self.group_slots = [
@@ -124,6 +133,8 @@ class StepPlan:
         self._factors: tuple[Any, torch.Tensor] | None = None
         self.kept_by_kernels: dict[Any, Any] = {}
         """See :class:`..kernels.shards.Batch`."""
+        self.known: dict[int, Any] = {}
+        """What steps have found out about the memory of tensors, by place."""
         self.stepped: frozenset[int] | None = None
         """Places of the tensors of the last step that was not captured; kept if steps may be."""
 
@@ -155,6 +166,10 @@ class StepPlan:
             self._factors = key, torch.tensor(values, dtype=like.dtype, device=like.device)
         return self._factors[1]
 
+    def replaceable(self) -> list[Any]:
+        """Tables that the last step has read and that a later one may replace: a graph goes on reading them."""
+        return [self._factors, *self.witness.tables()]
+
     def require_agreement(self, common: Mapping[str, str]) -> None:
         """Raise, on all ranks, if those that sum norms together do not agree; see :mod:`.agreement`.
 
@@ -170,11 +185,9 @@ class StepPlan:
             held[self.norms.slots[parameter.name]] += 1
         require_whole(self.norms.total(held), self.norms.parameters)
 
-    def missing(self, planned: Sequence[PlannedTensor]) -> list[int]:
-        """The places of the tensors that are not among ``planned``."""
-        if len(planned) == len(self.tensors):
-            return []
-        return sorted(set(range(len(self.tensors))).difference(tensor.place for tensor in planned))
+    def missing(self, places: Collection[int]) -> list[int]:
+        """The places of the tensors that are not among ``places``."""
+        return sorted(set(range(len(self.tensors))).difference(places)) if len(places) < len(self.tensors) else []
 
 
 def _groups_of_dtensor(tensor: torch.Tensor, layout: ShardLayout) -> Sequence[ProcessGroup]:

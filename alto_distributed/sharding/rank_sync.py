@@ -51,6 +51,13 @@ def run_on_rank0(work: Callable[[], Result], group: ProcessGroup | None = None) 
     return answer
 
 
+def gather_on_rank0(value: Result) -> list[Result]:
+    """The values of all ranks, on rank 0; none on the others. One collective."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
 def _attempt(work: Callable[[], Result]) -> tuple[Result | None, tuple[str, str] | None, Exception | None]:
     try:
         return work(), None, None

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -48,20 +48,27 @@ def leave() -> None:
     """The last line of a program that has succeeded: :func:`shutdown`, and the exit if threads remain.
 
     They remain where a framework never drops a group: DeepSpeed's stage 3, whose caches and autograd hooks keep the
-    engine, and a DeviceMesh, which FSDP2 has. The interpreter must not shut down then. So this does what comes before
-    that, in the same order: threads, exit handlers, output.
+    engine, and a DeviceMesh, which FSDP2 has. The interpreter must not shut down then.
     """
     shutdown()
     if not worker_threads():
         return
+    end(0)
+
+
+def end(code: int) -> NoReturn:
+    """Exit with process groups alive: all that comes before the interpreter's shutdown, in the same order, and no more.
+
+    A program that succeeds calls :func:`leave` instead. This is for a rank that has lost the others.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    if code == 0 and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()  # mpi4py leaves it to the interpreter's end
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def worker_threads() -> int:

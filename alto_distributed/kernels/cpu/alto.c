@@ -2,8 +2,9 @@
 
    A step moves every operand through memory once a phase: 48 bytes a parameter with float32 states, and that
    is what it should cost. Phase one therefore is one loop over vectors, in which divisions and square roots
-   wait beside the memory rather than after it; tensors in bfloat16 pass through float32 tiles that stay in
-   the first-level cache. All other loops are plain, for the compiler to vectorise.
+   wait beside the memory rather than after it; states in bfloat16 pass through registers, and weights and gradients in
+   bfloat16 through float32 tiles that stay in the first-level cache. All other loops are plain, for the compiler to
+   vectorise.
 
    The results depend neither on the number of threads nor on the width of vectors:
    - each operation on a state is the one that kernels/chunked.py asks torch for, fused where torch fuses
@@ -30,9 +31,11 @@
 #ifdef __AVX512F__
 #define WIDTH 16 /* elements of a vector; a multiple of LANES */
 #define WIDE 8   /* of a vector of float64; divides LANES */
+#define PLACES {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 #else
 #define WIDTH 8
 #define WIDE 4
+#define PLACES {0, 1, 2, 3, 4, 5, 6, 7}
 #endif
 
 /* The numbers of one step, for spans that share them; NUMBERS of kernel.py, field by field. */
@@ -51,18 +54,21 @@ typedef struct {
     void *grad_ema; /* NULL where alpha is 0 and always was */
     int64_t numbers; /* which of them */
     int64_t length;
-    int64_t index; /* of the span's first element in the shard: what the bits of rounding hang on */
+    int64_t index; /* of the first element in its parameter: what the bits of rounding hang on */
     int64_t slot;
     int64_t first_block;
     uint32_t seed;
     int32_t ratio; /* whether the squares of theta and r are wanted */
     int32_t param_is_bf16, grad_is_bf16, exp_avg_is_bf16, grad_ema_is_bf16;
+    int32_t rounds_weights; /* whether a bfloat16 param is rounded stochastically; else to nearest */
 } Span;
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef float Half __attribute__((vector_size(4 * WIDE)));
 typedef double Wide __attribute__((vector_size(8 * WIDE)));
 typedef int32_t Counts __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
 typedef struct {
     Wide theta[LANES / WIDE], r[LANES / WIDE];
@@ -224,15 +230,72 @@ static inline uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-/* Of one state of a shard at one step: 0 is grad_ema, 1 is exp_avg. */
+/* Of one tensor of a shard at one step: 0 is grad_ema, 1 is exp_avg, 2 is the weights. */
 static inline uint32_t key_of(const Span *s, const Numbers *c, uint32_t which) {
     return mix(mix(s->seed + 0x9e3779b9u * (uint32_t)c->step) + which);
 }
 
 static inline uint16_t stochastic_bf16(float x, uint32_t noise) {
-    uint32_t bits = to_bits(x);
-    uint16_t finite = (uint16_t)((bits + (noise & 0xffffu)) >> 16);
-    return (bits & 0x7f800000u) == 0x7f800000u ? nearest_bf16(x) : finite;
+    uint32_t bits = to_bits(x), size = bits & 0x7fffffffu;
+    uint32_t added = size < 0x7f800000u ? noise & 0xffffu : 0; /* infinity stays what it is */
+    return size > 0x7f800000u ? 0x7fc0u : (uint16_t)((bits + added) >> 16);
+}
+
+/* ---- vectors of bfloat16 --------------------------------------------------------------------------------- */
+
+/* A state in bfloat16 passes through registers: it is widened as it is loaded and rounded as it is stored. */
+static inline Vector widen_halves(const uint16_t *from) {
+    Halves half;
+    memcpy(&half, from, sizeof half);
+#if defined(__AVX512F__)
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
+#else
+    return (Vector)(__builtin_convertvector(half, Bits) << 16);
+#endif
+}
+
+/* The bits of rounding of a stretch of elements in one tensor: those of elements whose index has the same upper word
+   differ in the lower one, and next is for those behind a multiple of 2^32. */
+typedef struct {
+    uint32_t low, inner, next;
+    int wraps, ahead; /* how many of the elements are before those that are asked for from 0 on */
+} Chance;
+
+static inline Chance chance_of(const Span *s, const Numbers *c, uint32_t which, uint64_t index, int n) {
+    uint32_t key = key_of(s, c, which), low = (uint32_t)index, high = (uint32_t)(index >> 32);
+    return (Chance){low, mix(key + high), mix(key + high + 1), (uint64_t)low + (uint64_t)n > 0x100000000u, 0};
+}
+
+static inline Bits bits_of(const Chance *chance, int i) {
+    Bits at = (Bits)PLACES + (chance->low + (uint32_t)(chance->ahead + i)), inner = (Bits){0} + chance->inner;
+    if (chance->wraps) {
+        Bits behind = (Bits)(at < chance->low);
+        inner = (inner & ~behind) | (chance->next & behind);
+    }
+    Bits x = at ^ inner;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+/* stochastic_bf16 of each; returns what was stored. */
+static inline Vector round_halves(uint16_t *to, Vector x, const Chance *chance, int i) {
+    Bits bits = (Bits)x, size = bits & 0x7fffffffu, noise = bits_of(chance, i) & 0xffffu;
+#if defined(__AVX512F__)
+    const __m512i infinity = _mm512_set1_epi32(0x7f800000);
+    __mmask16 finite = _mm512_cmplt_epu32_mask((__m512i)size, infinity);
+    __mmask16 nan = _mm512_cmpgt_epu32_mask((__m512i)size, infinity);
+    __m512i rounded = _mm512_srli_epi32(_mm512_mask_add_epi32((__m512i)bits, finite, (__m512i)bits, (__m512i)noise), 16);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(rounded));
+    return (Vector)_mm512_slli_epi32(rounded, 16);
+#else
+    Bits finite = (Bits)(size < 0x7f800000u), nan = (Bits)(size > 0x7f800000u);
+    Bits rounded = (((bits + (noise & finite)) >> 16) & ~nan) | (0x7fc0u & nan);
+    Halves half = __builtin_convertvector(rounded, Halves);
+    memcpy(to, &half, sizeof half);
+    return (Vector)(rounded << 16);
+#endif
 }
 
 /* ---- tiles --------------------------------------------------------------------------------------------- */
@@ -261,38 +324,66 @@ static void store_stochastic(uint16_t *restrict to, const float *restrict from, 
     for (int i = 0; i < n; i++) to[i] = stochastic_bf16(from[i], mix((low + (uint32_t)i) ^ inner));
 }
 
+/* A state: in float32, or in bfloat16 with what rounds it. */
+typedef struct {
+    float *whole;
+    uint16_t *half;
+    Chance chance;
+} State;
+
+static State state_of(void *tensor, int is_bf16, const Span *s, const Numbers *c, uint32_t which, int64_t at, int n) {
+    State state = {0};
+    if (!is_bf16) {
+        state.whole = tensor ? (float *)tensor + at : NULL;
+        return state;
+    }
+    state.half = (uint16_t *)tensor + at;
+    state.chance = chance_of(s, c, which, (uint64_t)(s->index + at), n);
+    return state;
+}
+
+static inline Vector load_half_ahead(const uint16_t *from) {
+    __builtin_prefetch(from + 1024, 0, 2);
+    return widen_halves(from);
+}
+
+/* Stores a state and returns what is kept of it: phase two will read that, and r is made of it. */
+static inline __attribute__((always_inline)) Vector keep(const State *state, int i, Vector x, const int is_half) {
+    if (is_half) return round_halves(state->half + i, x, &state->chance, i);
+    store(state->whole + i, x);
+    return x;
+}
+
 /* What phase one does to a vector of elements is told once, and compiled for each combination of its parts:
    - ema: there is a u, and d is not simply g;
-   - moments: u, m and v are to become those of this step;
-   - ratio: the squares of theta and r are wanted.
+   - ratio: the squares of theta and r are wanted;
+   - half_u, half_m: which states are in bfloat16.
    n is a multiple of WIDTH. */
-static inline __attribute__((always_inline)) void loop(int n, const Numbers *c, const float *restrict g,
-                                                       float *restrict u, float *restrict m, float *restrict v,
-                                                       const float *restrict theta, Sums *total, const int ema,
-                                                       const int moments, const int ratio) {
+static inline __attribute__((always_inline)) void loop(int n, const Numbers *c, const float *restrict g, const State *of_u,
+                                                       const State *of_m, float *restrict v, const float *restrict theta,
+                                                       Sums *total, const int ema, const int ratio, const int half_u,
+                                                       const int half_m) {
     const Weight to_ema = weight_of(c->rho), w1 = weight_of(1 - c->beta1), w2 = weight_of(1 - c->beta2);
     const Vector b3 = all(c->beta3), w3 = all(1 - c->beta3), factor = all(c->gradient_factor);
     const Vector eps = all(c->eps), scale = all(c->scale), decay = all(c->weight_decay);
+    const State kept_u = *of_u, kept_m = *of_m, *u = &kept_u, *m = &kept_m; /* in registers, whatever is stored */
     Sums sums = *total;
     for (int i = 0; i < n; i += WIDTH) {
-        Vector d = {0}, old_u = {0}, here = {0}, new_m = load_ahead(m + i), new_v = load_ahead(v + i);
-        if (moments) d = load_ahead(g + i);
-        if (moments && ema) old_u = load_ahead(u + i);
+        Vector d = load_ahead(g + i), new_v = load_ahead(v + i), old_u = {0}, here = {0};
+        Vector new_m = half_m ? load_half_ahead(m->half + i) : load_ahead(m->whole + i);
+        if (ema) old_u = half_u ? load_half_ahead(u->half + i) : load_ahead(u->whole + i);
         if (ratio) here = load_ahead(theta + i);
         LOADS_BEFORE_STORES;
-        if (moments) {
-            d *= factor;
-            sums.nonzero -= d != 0; /* true is -1; a NaN is not 0 */
-            if (ema) {
-                Vector gradient = d;
-                d = lerp(gradient, old_u, to_ema);
-                store(u + i, lerp(old_u, gradient, w1));
-            }
-            new_m = lerp(new_m, d, w2);
-            new_v = vector_fma(w3 * d, d, new_v * b3);
-            store(m + i, new_m);
-            store(v + i, new_v);
+        d *= factor;
+        sums.nonzero -= d != 0; /* true is -1; a NaN is not 0 */
+        if (ema) {
+            Vector gradient = d;
+            d = lerp(gradient, old_u, to_ema);
+            keep(u, i, lerp(old_u, gradient, w1), half_u);
         }
+        new_m = keep(m, i, lerp(new_m, d, w2), half_m);
+        new_v = vector_fma(w3 * d, d, new_v * b3);
+        store(v + i, new_v);
         if (ratio) { /* r = lambda theta + m^ / (sqrt(v^) + eps1), with both bias corrections in scale and eps */
             add_squares(sums.theta, here);
             add_squares(sums.r, decay * here + (scale * new_m) / (vector_sqrt(new_v) + eps));
@@ -301,77 +392,92 @@ static inline __attribute__((always_inline)) void loop(int n, const Numbers *c, 
     *total = sums;
 }
 
-static void whole_vectors(int n, const Numbers *c, const float *g, float *u, float *m, float *v, const float *theta,
-                          Sums *sums, int moments, int ratio) {
-    if (!moments)
-        loop(n, c, g, u, m, v, theta, sums, 0, 0, 1);
-    else if (u && ratio)
-        loop(n, c, g, u, m, v, theta, sums, 1, 1, 1);
-    else if (u)
-        loop(n, c, g, u, m, v, theta, sums, 1, 1, 0);
-    else if (ratio)
-        loop(n, c, g, u, m, v, theta, sums, 0, 1, 1);
+#define LOOP(ema, ratio, half_u, half_m) loop(n, c, g, u, m, v, theta, sums, ema, ratio, half_u, half_m)
+#define LOOP_OF_RATIO(ema, half_u, half_m) (theta ? LOOP(ema, 1, half_u, half_m) : LOOP(ema, 0, half_u, half_m))
+#define LOOP_OF_M(ema, half_u) (m->half ? LOOP_OF_RATIO(ema, half_u, 1) : LOOP_OF_RATIO(ema, half_u, 0))
+
+static void whole_vectors(int n, const Numbers *c, const float *g, const State *u, const State *m, float *v,
+                          const float *theta, Sums *sums) {
+    if (u->half)
+        LOOP_OF_M(1, 1);
+    else if (u->whole)
+        LOOP_OF_M(1, 0);
     else
-        loop(n, c, g, u, m, v, theta, sums, 0, 1, 0);
+        LOOP_OF_M(0, 0);
+}
+
+static void *place_in(const State *state, int i) {
+    return state->half ? (void *)(state->half + i) : (void *)(state->whole + i);
 }
 
 /* The last, incomplete vector takes a detour through buffers in which the rest are numbers that add nothing. */
-static void vectors(int n, const Numbers *c, const float *g, float *u, float *m, float *v, const float *theta,
-                    Sums *sums, int moments, int ratio) {
-    int whole = n - n % WIDTH;
-    size_t rest = sizeof(float) * (size_t)(n - whole);
-    whole_vectors(whole, c, g, u, m, v, theta, sums, moments, ratio);
-    if (rest == 0) return;
+static void vectors(int n, const Numbers *c, const float *g, const State *u, const State *m, float *v,
+                    const float *theta, Sums *sums) {
+    int whole = n - n % WIDTH, has_u = u->half || u->whole;
+    whole_vectors(whole, c, g, u, m, v, theta, sums);
+    if (whole == n) return;
+    size_t rest = sizeof(float) * (size_t)(n - whole), rest_u = u->half ? rest / 2 : rest;
+    size_t rest_m = m->half ? rest / 2 : rest;
     float last_g[WIDTH] = {0}, last_u[WIDTH] = {0}, last_m[WIDTH] = {0}, last_theta[WIDTH] = {0}, last_v[WIDTH];
+    State buffered_u = *u, buffered_m = *m;
+    if (u->whole) buffered_u.whole = last_u;
+    if (u->half) buffered_u.half = (uint16_t *)last_u;
+    if (m->whole) buffered_m.whole = last_m;
+    if (m->half) buffered_m.half = (uint16_t *)last_m;
+    buffered_u.chance.ahead = buffered_m.chance.ahead = whole;
     store(last_v, all(1)); /* with eps1 = 0 it is divided by */
-    memcpy(last_m, m + whole, rest);
+    memcpy(last_g, g + whole, rest);
     memcpy(last_v, v + whole, rest);
-    if (moments) memcpy(last_g, g + whole, rest);
-    if (moments && u) memcpy(last_u, u + whole, rest);
-    if (ratio) memcpy(last_theta, theta + whole, rest);
-    whole_vectors(WIDTH, c, last_g, u ? last_u : NULL, last_m, last_v, last_theta, sums, moments, ratio);
-    if (!moments) return;
-    memcpy(m + whole, last_m, rest);
+    memcpy(last_m, place_in(m, whole), rest_m);
+    if (has_u) memcpy(last_u, place_in(u, whole), rest_u);
+    if (theta) memcpy(last_theta, theta + whole, rest);
+    whole_vectors(WIDTH, c, last_g, &buffered_u, &buffered_m, last_v, theta ? last_theta : NULL, sums);
     memcpy(v + whole, last_v, rest);
-    if (u) memcpy(u + whole, last_u, rest);
+    memcpy(place_in(m, whole), last_m, rest_m);
+    if (has_u) memcpy(place_in(u, whole), last_u, rest_u);
 }
 
 static void tile_of_phase_one(const Span *s, const Numbers *c, int64_t at, int n, Sums *sums) {
-    float buffer_g[TILE], buffer_u[TILE], buffer_m[TILE], buffer_theta[TILE];
+    float buffer_g[TILE], buffer_theta[TILE];
     const float *g = as_float(s->grad, s->grad_is_bf16, at, n, buffer_g);
-    float *u = s->grad_ema ? as_float(s->grad_ema, s->grad_ema_is_bf16, at, n, buffer_u) : NULL;
-    float *m = as_float(s->exp_avg, s->exp_avg_is_bf16, at, n, buffer_m);
-    float *v = s->exp_avg_sq + at;
-    int ratio = s->ratio;
-    const float *theta = ratio ? as_float(s->param, s->param_is_bf16, at, n, buffer_theta) : NULL;
-    uint64_t index = (uint64_t)(s->index + at);
-    vectors(n, c, g, u, m, v, theta, sums, 1, ratio && !s->exp_avg_is_bf16);
-    if (u && s->grad_ema_is_bf16) store_stochastic((uint16_t *)s->grad_ema + at, u, n, key_of(s, c, 0), index);
-    if (s->exp_avg_is_bf16) {
-        store_stochastic((uint16_t *)s->exp_avg + at, m, n, key_of(s, c, 1), index);
-        as_float(s->exp_avg, 1, at, n, buffer_m); /* phase two will read the rounded one: r is made of that */
-        if (ratio) vectors(n, c, g, u, m, v, theta, sums, 0, 1);
-    }
+    const float *theta = s->ratio ? as_float(s->param, s->param_is_bf16, at, n, buffer_theta) : NULL;
+    const State u = state_of(s->grad_ema, s->grad_ema && s->grad_ema_is_bf16, s, c, 0, at, n);
+    const State m = state_of(s->exp_avg, s->exp_avg_is_bf16, s, c, 1, at, n);
+    vectors(n, c, g, &u, &m, s->exp_avg_sq + at, theta, sums);
 }
 
-static void tile_of_phase_two(const Span *s, const Numbers *c, double step_size, int64_t at, int n) {
-    float buffer_m[TILE], buffer_theta[TILE];
-    const float *restrict m = as_float(s->exp_avg, s->exp_avg_is_bf16, at, n, buffer_m);
-    const float *restrict v = s->exp_avg_sq + at;
-    float *restrict theta = as_float(s->param, s->param_is_bf16, at, n, buffer_theta);
+static inline __attribute__((always_inline)) void loop_of_phase_two(int n, const Numbers *c, double step_size,
+                                                                    const void *m, const float *restrict v,
+                                                                    float *restrict theta, const int half_m) {
+    const float *whole = m;
+    const uint16_t *half = m;
     float eps = (float)c->eps, scale = (float)c->scale, decay = (float)c->weight_decay;
     float minus_step = -(float)step_size;
     int i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
-        Vector here = load(theta + i);
-        Vector r = all(decay) * here + (all(scale) * load(m + i)) / (vector_sqrt(load(v + i)) + all(eps));
+        Vector here = load(theta + i), moment = half_m ? widen_halves(half + i) : load(whole + i);
+        Vector r = all(decay) * here + (all(scale) * moment) / (vector_sqrt(load(v + i)) + all(eps));
         store(theta + i, vector_fma(all(minus_step), r, here));
     }
     for (; i < n; i++) {
-        float r = decay * theta[i] + (scale * m[i]) / (sqrtf(v[i]) + eps);
+        float moment = half_m ? from_bits((uint32_t)half[i] << 16) : whole[i];
+        float r = decay * theta[i] + (scale * moment) / (sqrtf(v[i]) + eps);
         theta[i] = fma_as_torch(minus_step, r, theta[i]);
     }
-    if (s->param_is_bf16) store_nearest((uint16_t *)s->param + at, theta, n);
+}
+
+static void tile_of_phase_two(const Span *s, const Numbers *c, double step_size, int64_t at, int n) {
+    float buffer_theta[TILE];
+    float *theta = as_float(s->param, s->param_is_bf16, at, n, buffer_theta);
+    if (s->exp_avg_is_bf16)
+        loop_of_phase_two(n, c, step_size, (const uint16_t *)s->exp_avg + at, s->exp_avg_sq + at, theta, 1);
+    else
+        loop_of_phase_two(n, c, step_size, (const float *)s->exp_avg + at, s->exp_avg_sq + at, theta, 0);
+    if (!s->param_is_bf16) return;
+    if (s->rounds_weights)
+        store_stochastic((uint16_t *)s->param + at, theta, n, key_of(s, c, 2), (uint64_t)(s->index + at));
+    else
+        store_nearest((uint16_t *)s->param + at, theta, n);
 }
 
 /* ---- blocks and threads -------------------------------------------------------------------------------- */
@@ -395,7 +501,7 @@ static double sum_of_lanes(const Wide *sums) {
 }
 
 static int converts(const Span *s) {
-    return s->grad_is_bf16 || s->param_is_bf16 || s->exp_avg_is_bf16 || s->grad_ema_is_bf16;
+    return s->grad_is_bf16 || s->param_is_bf16;
 }
 
 static void do_block(const Job *job, int64_t block) {

@@ -12,7 +12,8 @@ import functools
 import os
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
     from typing import TypeGuard
 
 _SERVED = frozenset((torch.float32, torch.bfloat16, None))
-# From so many elements on (1.7 GB a step and more), one thread is a mistake of the launcher's.
-_MANY = 100_000_000
+# From so many elements on (0.4 GB a step and more), one thread is a mistake of the launcher's.
+_MANY = 10_000_000
 # A thread is worth its start from so many elements on.
 _ELEMENTS_A_THREAD = 1 << 16
 
 
 # ``Span`` and ``Numbers`` of alto.c, field by field. What a step changes of a span comes first.
 _POINTERS = "5Pq"
-SPAN = struct.Struct(f"@{_POINTERS}4qI5i")
+SPAN = struct.Struct(f"@{_POINTERS}4qI6i4x")
 NUMBERS = struct.Struct("@8dq")
 _CHANGES = struct.Struct(f"@{_POINTERS}")
 
@@ -92,71 +93,87 @@ def _serves(memory: Memory | None) -> TypeGuard[Memory]:
     )
 
 
-#: Of a shard, what no step changes: its spans, its seed and its dtypes.
-_Shape = tuple[tuple[Span, ...], int, tuple[torch.dtype | None, ...]]
+@dataclass(slots=True)
+class Record:
+    """Of a shard, what no step changes, and where the records of its spans are."""
+
+    spans: tuple[Span, ...]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]
+    rounds_weights: bool
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """Of each span: its place in the table, and its first element."""
+
+    def is_of(self, shard: FlatShard, memory: Memory) -> bool:
+        # Most spans and dtypes are the very objects of last time, so that comparing them takes no time.
+        return (
+            self.spans == shard.spans and self.dtypes == memory.dtypes and self.rounds_weights == shard.rounds_weights
+        )
 
 
 class Spans:
     """The records of all spans that have stepped so far. Those that are not in a step are not touched in it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Shape] = {}
+        self._known: dict[int, Record] = {}
         """By place."""
-        self._records: dict[int, list[tuple[int, int]]] = {}
-        """By place, of each span: where its record is, and its first element."""
         self.spans = bytearray()
-        self.blocks = 0
+        self.blocks = self.elements = 0
 
-    def update(self, shards: Sequence[tuple[FlatShard, Memory]]) -> bytearray:
-        """Bring the records up to date; gives the numbers that they refer to."""
-        known = self._known
-        new = {
-            shard.place: shape
-            for shard, memory in shards
-            if known.get(shard.place) != (shape := (shard.spans, shard.seed, memory.dtypes))
-        }
-        if new:
-            known.update(new)
+    def update(self, shards: Iterable[FlatShard]) -> tuple[bytearray, list[FlatShard]]:
+        """Bring the records up to date; gives the numbers that they refer to, and the shards that C does not serve."""
+        known, ours, others, has_new = self._known, [], [], False
+        for shard in shards:
+            memory, record = shard.memory, known.get(shard.place)
+            if memory is None or record is None or not record.is_of(shard, memory):
+                if not _serves(memory):
+                    others.append(shard)
+                    continue
+                record, has_new = Record(shard.spans, memory.dtypes, shard.rounds_weights), True
+                known[shard.place] = record
+            ours.append((shard, memory, record))
+        if has_new:
             self._write()
-        if len(shards) < len(known):
-            for place in known.keys() - {shard.place for shard, _ in shards}:
-                for at, _ in self._records[place]:
+        if len(ours) < len(known):
+            for place in known.keys() - {shard.place for shard, _, _ in ours}:
+                for at, _ in known[place].written:
                     _CHANGES.pack_into(self.spans, at, 0, 0, 0, 0, 0, 0)
         rows: dict[int, int] = {}
-        numbers = bytearray()
-        for shard, memory in shards:
+        numbers, spans = bytearray(), self.spans
+        for shard, memory, record in ours:
             c = shard.coefficients
             row = rows.get(id(c))
             if row is None:
                 row = rows[id(c)] = len(rows)
                 numbers += _numbers(c, float(shard.gradient_factor))
-            for at, start in self._records[shard.place]:
+            param, m, v, u = memory.addresses
+            grad = shard.grad.data_ptr()
+            for at, start in record.written:
                 if start == 0:
-                    _CHANGES.pack_into(self.spans, at, *memory.addresses, row)
+                    _CHANGES.pack_into(spans, at, param, grad, m, v, u, row)
                 else:
                     moved = (
                         address + start * dtype.itemsize if dtype is not None else 0
-                        for address, dtype in zip(memory.addresses, memory.dtypes, strict=True)
+                        for address, dtype in zip((param, grad, m, v, u), record.dtypes, strict=True)
                     )
-                    _CHANGES.pack_into(self.spans, at, *moved, row)
-        return numbers
+                    _CHANGES.pack_into(spans, at, *moved, row)
+        return numbers, others
 
     def _write(self) -> None:
         """What no step changes, for all shards that are known."""
         block = _found().alto_block()
-        self.spans = bytearray(SPAN.size * sum(len(spans) for spans, *_ in self._known.values()))
-        at = self.blocks = 0
-        self._records = {}
-        for place, (spans, seed, dtypes) in self._known.items():
-            self._records[place] = records = []
-            param, grad, m, _, u = dtypes
+        self.spans = bytearray(SPAN.size * sum(len(record.spans) for record in self._known.values()))
+        at = self.blocks = self.elements = 0
+        for record in self._known.values():
+            record.written = []
+            param, grad, m, _, u = record.dtypes
             flags = [dtype == torch.bfloat16 for dtype in (param, grad, m, u)]
-            for start, stop, slot, ratio in spans:
+            for start, stop, slot, ratio, seed, offset in record.spans:
                 length = stop - start
-                fixed = length, start, slot, self.blocks, seed & 0xFFFFFFFF, ratio, *flags
+                fixed = length, offset, slot, self.blocks, seed & 0xFFFFFFFF, ratio, *flags, record.rounds_weights
                 SPAN.pack_into(self.spans, at, *(0,) * 6, *fixed)
-                records.append((at, start))
+                record.written.append((at, start))
                 at += SPAN.size
+                self.elements += length
                 self.blocks += -(-length // block)
 
 
@@ -197,20 +214,13 @@ def phase_two(shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: P
 
 def _prepare(shards: Sequence[FlatShard]) -> Prepared:
     batch = batch_of(shards)
-    ours, others, elements = [], [], 0
-    for shard in batch:
-        memory = shard.memory
-        if _serves(memory):
-            ours.append((shard, memory))
-            elements += shard.spans[-1].stop if shard.spans else 0
-        else:
-            others.append(shard)
     table = batch.kept.setdefault("native", Spans())
-    numbers = table.update(ours)
+    numbers, others = table.update(batch)
     threads = torch.get_num_threads()
-    if threads == 1 and elements > _MANY:
+    if threads == 1 and table.elements > _MANY:
         _warn_of_one_thread()
-    return Prepared(table.spans, numbers, table.blocks, min(threads, 1 + elements // _ELEMENTS_A_THREAD), others)
+    threads = min(threads, 1 + table.elements // _ELEMENTS_A_THREAD)
+    return Prepared(table.spans, numbers, table.blocks, threads, others)
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,14 +6,15 @@ Plain numbers, so that this module needs neither torch nor Triton.
 from __future__ import annotations
 
 # One row a chunk: the elements that one program of a launch works on. int64.
-CHUNK_COLUMNS = 6
+CHUNK_COLUMNS = 7
 (
     PIECE,  # row of the table of pieces
-    FIRST_TILE,  # the tile, counted from the piece's element 0, in which the chunk begins
     LOW,  # its elements are [LOW, HIGH) of the piece
     HIGH,
     SLOT,  # column of sums and entry of step_sizes
     PLACE,  # column of the table of partial sums
+    SEED,  # of the rounding of low-precision states
+    SHIFT,  # what makes an element's place in the piece its index in the parameter
 ) = range(CHUNK_COLUMNS)
 
 # One row a slot: which partial sums are its own. int64.
@@ -21,7 +22,7 @@ TOTAL_COLUMNS = 3
 FIRST_PLACE, PLACES, TOTAL_SLOT = range(TOTAL_COLUMNS)
 
 # One row a piece. int64; addresses are of element 0.
-PIECE_COLUMNS = 8
+PIECE_COLUMNS = 7
 (
     PARAM,
     GRAD,  # 0 where the piece is not in this step
@@ -29,7 +30,6 @@ PIECE_COLUMNS = 8
     EXP_AVG_SQ,
     GRAD_EMA,  # 0 where there is none
     ALIGNED,  # 1 if all of these are multiples of ALIGNMENT bytes
-    SEED,  # of the rounding of low-precision states
     COEFFICIENTS,  # row of the table of coefficients
 ) = range(PIECE_COLUMNS)
 

@@ -114,19 +114,22 @@ def _plus(x, y):
 
 @triton.jit
 def rounding_key(seed, step, WHICH: tl.constexpr):
-    """The key of one state of one piece at one step."""
+    """The key of one state of one parameter at one step."""
     mixed = _mix(_plus(_times(step.to(tl.uint32), 0x9E3779B9), seed.to(tl.uint64)))
     return _mix(_plus(mixed, WHICH))
 
 
 @triton.jit
-def to_either_side(x, key, tile, TILE: tl.constexpr):
-    """float32 as the bits of a bfloat16 above or below, at random, in proportion to the distance of the other."""
-    first = tile * TILE
-    # A tile never straddles a multiple of 2^32, so the upper half of its indices is one number.
-    upper = _mix(_plus(key, (first >> 32).to(tl.uint64)))
-    lower = first.to(tl.uint32) | tl.arange(0, TILE).to(tl.uint32)
-    noise = _mix(lower ^ upper) & 0xFFFF
+def to_either_side(x, key, first, TILE: tl.constexpr):
+    """float32 as the bits of a bfloat16 above or below, at random, in proportion to the distance of the other.
+
+    ``first`` is the index of the first element. Those of padding before a parameter are below 0, and of no importance.
+    """
+    lower = _plus(first.to(tl.uint32), tl.arange(0, TILE).to(tl.uint64))
+    # A tile straddles at most one multiple of 2^32, so the upper half of its indices is one of two numbers.
+    upper = (first >> 32).to(tl.uint32)
+    here, beyond = _mix(_plus(key, upper.to(tl.uint64))), _mix(_plus(key, upper.to(tl.uint64) + 1))
+    noise = _mix(lower ^ tl.where(lower >= first.to(tl.uint32), here, beyond)) & 0xFFFF
     bits = x.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     rounded = (_plus(bits, noise) >> 16).to(tl.uint16)

@@ -4,7 +4,7 @@
 # name in capitals is a constant that belongs on the right; here it is a parameter known when the kernel is compiled.
 """The Triton kernels: one launch of each phase serves all pieces that are alike in their dtypes.
 
-A program takes one chunk: neighbouring elements of one span. It goes over them tile by tile; tiles that
+A program takes one chunk: neighboring elements of one span. It goes over them tile by tile; tiles that
 lie wholly inside the chunk, in pieces whose tensors are all aligned, with the widest loads and stores
 there are, the others element by element under a mask. Which piece, which elements and which slot it reads
 from tables (``columns``); addresses are numbers in a table, so one launch reaches any number of
@@ -28,11 +28,12 @@ from . import columns
 from .elements import FOR_EXP_AVG, FOR_GRAD_EMA, from_bits, load, rounding_key, store, to_either_side, to_nearest
 
 _PIECE = tl.constexpr(columns.PIECE)
-_FIRST_TILE = tl.constexpr(columns.FIRST_TILE)
 _LOW = tl.constexpr(columns.LOW)
 _HIGH = tl.constexpr(columns.HIGH)
 _SLOT = tl.constexpr(columns.SLOT)
 _PLACE = tl.constexpr(columns.PLACE)
+_SEED = tl.constexpr(columns.SEED)
+_SHIFT = tl.constexpr(columns.SHIFT)
 _CHUNK_COLUMNS = tl.constexpr(columns.CHUNK_COLUMNS)
 
 _FIRST_PLACE = tl.constexpr(columns.FIRST_PLACE)
@@ -46,7 +47,6 @@ _EXP_AVG = tl.constexpr(columns.EXP_AVG)
 _EXP_AVG_SQ = tl.constexpr(columns.EXP_AVG_SQ)
 _GRAD_EMA = tl.constexpr(columns.GRAD_EMA)
 _ALIGNED = tl.constexpr(columns.ALIGNED)
-_SEED = tl.constexpr(columns.SEED)
 _COEFFICIENTS = tl.constexpr(columns.COEFFICIENTS)
 _PIECE_COLUMNS = tl.constexpr(columns.PIECE_COLUMNS)
 
@@ -106,7 +106,7 @@ def _tile_of_phase_one(
     tile,
     chunk,
     addresses,
-    keys,
+    rounding,
     of_moments,
     of_direction,
     PARAM: tl.constexpr,
@@ -121,10 +121,11 @@ def _tile_of_phase_one(
     tile = tl.cast(tile, tl.int64)  # a loop of the interpreter counts in plain numbers
     low, high = chunk
     param, grad, exp_avg, exp_avg_sq, grad_ema = addresses
-    key_of_grad_ema, key_of_exp_avg = keys
+    key_of_grad_ema, key_of_exp_avg, shift = rounding
     alpha, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, gradient_factor = of_moments
     index = tile * TILE + tl.arange(0, TILE)
     inside = (index >= low) & (index < high)
+    first = tile * TILE + shift  # index in the parameter
     d = load(grad, tile, inside, GRAD, TILE, WIDE) * gradient_factor
     nonzero = (d != 0.0).to(tl.int32)  # a NaN is not 0 either
     m = load(exp_avg, tile, inside, EXP_AVG, TILE, WIDE)
@@ -137,13 +138,13 @@ def _tile_of_phase_one(
         d += alpha * a
         u += a
         if GRAD_EMA == tl.bfloat16:
-            store(grad_ema, tile, inside, to_either_side(u, key_of_grad_ema, tile, TILE), GRAD_EMA, TILE, WIDE)
+            store(grad_ema, tile, inside, to_either_side(u, key_of_grad_ema, first, TILE), GRAD_EMA, TILE, WIDE)
         else:
             store(grad_ema, tile, inside, u, GRAD_EMA, TILE, WIDE)
 
     m = beta2 * m + one_minus_beta2 * d
     if EXP_AVG == tl.bfloat16:
-        rounded = to_either_side(m, key_of_exp_avg, tile, TILE)
+        rounded = to_either_side(m, key_of_exp_avg, first, TILE)
         store(exp_avg, tile, inside, rounded, EXP_AVG, TILE, WIDE)
         # r is that of phase two, which will find the rounded one.
         m = from_bits(rounded)
@@ -183,9 +184,9 @@ def _tile_of_phase_two(
 
 
 @triton.jit
-def _tiles(chunk, piece, low, high, TILE: tl.constexpr):
-    """Of a chunk: its tiles [first, stop), and among them those to be taken whole, [begin, end)."""
-    first = tl.load(chunk + _FIRST_TILE)
+def _tiles(piece, low, high, TILE: tl.constexpr):
+    """Of elements [low, high): their tiles [first, stop), and among them those to be taken whole, [begin, end)."""
+    first = low // TILE
     stop = tl.where(high > low, (high + (TILE - 1)) // TILE, first)
     aligned = tl.load(piece + _ALIGNED) != 0
     begin = tl.where(aligned & (high > low), (low + (TILE - 1)) // TILE, stop)
@@ -225,7 +226,7 @@ def phase_one(
     piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
     row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
     low, high = _elements(chunk, piece)
-    first, begin, end, stop = _tiles(chunk, piece, low, high, TILE)
+    first, begin, end, stop = _tiles(piece, low, high, TILE)
 
     addresses = (
         tl.load(piece + _PARAM),
@@ -234,8 +235,12 @@ def phase_one(
         tl.load(piece + _EXP_AVG_SQ),
         tl.load(piece + _GRAD_EMA),
     )
-    seed, step = tl.load(piece + _SEED), tl.load(row + _STEP).to(tl.int64)
-    keys = (rounding_key(seed, step, FOR_GRAD_EMA), rounding_key(seed, step, FOR_EXP_AVG))
+    seed, step = tl.load(chunk + _SEED), tl.load(row + _STEP).to(tl.int64)
+    rounding = (
+        rounding_key(seed, step, FOR_GRAD_EMA),
+        rounding_key(seed, step, FOR_EXP_AVG),
+        tl.load(chunk + _SHIFT),
+    )
     moments, direction = _of_moments(row, inverse_scale), _of_direction(row)
 
     theta_squares = tl.zeros([TILE], tl.float64)
@@ -244,21 +249,21 @@ def phase_one(
     # Tiles come in their order whichever way they go, so that the sums do not hang on alignment.
     for tile in range(first, begin):
         theta, r, nonzero = _tile_of_phase_one(
-            tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
+            tile, (low, high), addresses, rounding, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
         )
         theta_squares += theta * theta
         r_squares += r * r
         nonzeros += nonzero
     for tile in range(begin, end):
         theta, r, nonzero = _tile_of_phase_one(
-            tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, True
+            tile, (low, high), addresses, rounding, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, True
         )
         theta_squares += theta * theta
         r_squares += r * r
         nonzeros += nonzero
     for tile in range(end, stop):
         theta, r, nonzero = _tile_of_phase_one(
-            tile, (low, high), addresses, keys, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
+            tile, (low, high), addresses, rounding, moments, direction, PARAM, GRAD, EXP_AVG, GRAD_EMA, TILE, False
         )
         theta_squares += theta * theta
         r_squares += r * r
@@ -308,7 +313,7 @@ def phase_two(
     step_size = tl.load(step_sizes + tl.load(chunk + _SLOT)).to(tl.float32)
     low, high = _elements(chunk, piece)
     high = tl.where(step_size != 0.0, high, low)  # 0 is "stay"
-    first, begin, end, stop = _tiles(chunk, piece, low, high, TILE)
+    first, begin, end, stop = _tiles(piece, low, high, TILE)
 
     addresses = (tl.load(piece + _PARAM), tl.load(piece + _EXP_AVG), tl.load(piece + _EXP_AVG_SQ))
     direction = _of_direction(row)

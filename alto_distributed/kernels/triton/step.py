@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,26 +47,35 @@ def available(device: torch.device) -> bool:
     return True
 
 
+def _triton_version() -> str:
+    """What is installed; "" if nothing is."""
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return ""
+
+
 @functools.cache
 def _triton_is_installed() -> bool:
-    try:
-        version = importlib.import_module("triton").__version__
-    except ImportError:
-        return False
-    numbers = re.match(r"(\d+)\.(\d+)", version)
+    numbers = re.match(r"(\d+)\.(\d+)", _triton_version())
     return numbers is not None and tuple(map(int, numbers.groups())) >= _OLDEST_TRITON
 
 
 def serves(piece: FlatShard) -> bool:
-    """Whether the kernel is written for a piece. Not float64, nor tensors whose elements are not side by side."""
-    return _dtypes(piece.memory) is not None
+    """Whether the kernel is written for a piece. Not float64, nor tensors whose elements are not side by side, nor
+    weights that are rounded stochastically."""
+    return _dtypes(piece, piece.memory) is not None
 
 
-def _dtypes(memory: Memory | None) -> Dtypes | None:
-    """What a launch for tensors in this memory is compiled for; None if there is none."""
-    if memory is None:
-        return None
-    param, grad, m, v, u = memory.dtypes
+def _dtypes(piece: FlatShard, memory: Memory | None) -> Dtypes | None:
+    """What a launch for a piece in this memory is compiled for; None if there is none."""
+    return None if memory is None or piece.rounds_weights else _launch(*memory.dtypes)
+
+
+@functools.cache
+def _launch(
+    param: torch.dtype, grad: torch.dtype, m: torch.dtype, v: torch.dtype, u: torch.dtype | None
+) -> Dtypes | None:
     known = (
         param in _WEIGHTS_AND_GRADIENTS
         and grad in _WEIGHTS_AND_GRADIENTS
@@ -134,7 +144,7 @@ class TritonKernel:
         return TritonKernel(self._tiling, self._skip, dtypes)
 
     def _serves(self, piece: FlatShard) -> bool:
-        return self._allowed(_dtypes(piece.memory))
+        return self._allowed(_dtypes(piece, piece.memory))
 
     def _allowed(self, dtypes: Dtypes | None) -> TypeGuard[Dtypes]:
         return dtypes is not None and (self._only is None or dtypes in self._only)
@@ -146,29 +156,29 @@ class TritonKernel:
     def _prepare(self, pieces: Sequence[FlatShard]) -> Prepared:
         """The tables of these pieces, with their addresses and numbers on the device."""
         batch = batch_of(pieces)
-        ours: list[tuple[FlatShard, Dtypes]] = []
-        sent: list[tuple[FlatShard, Memory]] = []
+        ours: list[tuple[FlatShard, Memory, Dtypes]] = []
         others: list[FlatShard] = []
         for piece in batch:
             memory = piece.memory
-            dtypes = _dtypes(memory)
+            dtypes = _dtypes(piece, memory)
             if memory is not None and self._allowed(dtypes):
-                ours.append((piece, dtypes))
-                sent.append((piece, memory))
+                ours.append((piece, memory, dtypes))
             else:
                 others.append(piece)
+                if dtypes is not None:
+                    _warn_of_unproved(dtypes)
         device = batch[0].param.device if batch else torch.device("cpu")
-        if ours and is_capturing(device):
+        if ours and is_capturing(device.type):
             table, tables, values = self._for_capture(ours, batch.kept)
         else:
             table, values = self._in_use(ours, device, batch.kept)
             tables = table.tables
         if ours:
-            values.send(sent, table.rows)
+            values.send(ours, table.rows)
         return Prepared(tables, table.tiling, values, bool(ours), others, None)
 
     def _in_use(
-        self, pieces: Sequence[tuple[FlatShard, Dtypes]], device: torch.device, kept: dict[Any, Any]
+        self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]], device: torch.device, kept: dict[Any, Any]
     ) -> tuple[PieceTable, Values]:
         table, values = kept.get(key := ("triton", self._tiling, _stream(device)), (None, None))
         if table is None:
@@ -179,17 +189,27 @@ class TritonKernel:
         return table, values
 
     def _for_capture(
-        self, pieces: Sequence[tuple[FlatShard, Dtypes]], kept: dict[Any, Any]
+        self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]], kept: dict[Any, Any]
     ) -> tuple[PieceTable, Tables, Values]:
         """What no step changes is that of the last step, on whatever stream; what is written is the graph's own."""
         table, values = kept.get(("triton", self._tiling), (None, None))
         own = None
-        if table is not None and all(table.knows(*piece) for piece in pieces):
+        if table is not None and all(table.knows(piece, dtypes) for piece, _, dtypes in pieces):
             own = values.for_capture()
         if own is None:
             refuse_cold("the tables of the Triton kernel are not on the device yet, or another graph has taken them")
-        kept.setdefault("captured", []).append(own.pinned)
         return table, replace(table.tables, partials=torch.empty_like(table.tables.partials)), own
+
+
+@functools.cache
+def _warn_of_unproved(dtypes: Dtypes) -> None:
+    """Once a process for the same dtypes. To prove them now would take the other ranks, which may not have them."""
+    warnings.warn(
+        f"ALTO does not use its Triton kernel for tensors of {dtypes.in_words()}: it was checked at the first step, "
+        "and there were no gradients of these dtypes. They take torch's own operations, with the same result and more "
+        'launches. Have all gradients at the first step, or choose with kernel="triton" or kernel="torch"',
+        stacklevel=2,
+    )
 
 
 def _stream(device: torch.device) -> int:
@@ -210,10 +230,10 @@ def kernel_on(device: torch.device) -> TritonKernel:
         ValueError: it cannot.
     """
     if not available(device):
-        oldest = ".".join(map(str, _OLDEST_TRITON))
+        oldest, found = ".".join(map(str, _OLDEST_TRITON)), _triton_version()
         raise ValueError(
-            f'kernel="triton" cannot serve tensors on {device}: it needs triton {oldest} or later (pip install '
-            "'alto-distributed[gpu]') and a GPU of compute capability 8.0 or later (or an AMD or Intel one); use "
-            'kernel="auto"'
+            f'kernel="triton" cannot serve tensors on {device}: it needs triton {oldest} or later (here is '
+            f"{found or 'none'}; pip install 'alto-distributed[gpu]') and a GPU of compute capability 8.0 or later (or "
+            'an AMD or Intel one); use kernel="auto"'
         )
     return kernel

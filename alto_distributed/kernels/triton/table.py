@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..shards import SUMS, Dtypes, FlatShard, Span
-from .columns import CHUNK_COLUMNS, PIECE, PLACE, SLOT, TOTAL_COLUMNS
+from ..shards import SUMS, Dtypes, FlatShard, Memory, Span
+from .columns import CHUNK_COLUMNS, PLACE, SLOT, TOTAL_COLUMNS
 from .upload import upload
 
 
@@ -73,13 +73,15 @@ class PieceTable:
         self.tables = self._tables()
 
     def knows(self, piece: FlatShard, dtypes: Dtypes) -> bool:
-        # Most tuples of spans are the very objects of last time, so that comparing them takes no time.
-        return self._known.get(piece.place) == (dtypes, piece.spans)
+        known, spans = self._known.get(piece.place, (None, ()))
+        # Most tuples of spans are the very objects of last time. Others may ask for sums of other parameters; the
+        # kernel makes all sums anyway.
+        return known == dtypes and (spans is piece.spans or _without_ratio(spans) == _without_ratio(piece.spans))
 
-    def update(self, pieces: Sequence[tuple[FlatShard, Dtypes]]) -> bool:
+    def update(self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]]) -> bool:
         """Take in what is new; whether anything was."""
         changed = False
-        for piece, dtypes in pieces:
+        for piece, _, dtypes in pieces:
             if not self.knows(piece, dtypes):
                 changed, shape = True, (dtypes, piece.spans)
                 self._known[piece.place] = shape
@@ -110,6 +112,10 @@ class PieceTable:
         return Tables(tuple(launches), upload(totals, self.device), partials)
 
 
+def _without_ratio(spans: Sequence[Span]) -> list[Span]:
+    return [span._replace(ratio=True) for span in spans]
+
+
 def _empty(columns: int) -> torch.Tensor:
     return torch.empty(0, columns, dtype=torch.int64, device="cpu")
 
@@ -118,15 +124,11 @@ def _chunks(row: int, spans: Sequence[Span], tiling: Tiling) -> torch.Tensor:
     """The spans of a piece in chunks that begin at multiples of the tile, except where a span itself begins or ends."""
     tile, length = tiling.tile, tiling.tile * tiling.tiles
     found = [_empty(CHUNK_COLUMNS)]
-    for start, stop, slot, _ in spans:
+    for start, stop, slot, _, seed, offset in spans:
         if start < stop:
             first = torch.arange(start // tile, -(-stop // tile), tiling.tiles, dtype=torch.int64, device="cpu")
             low = first * tile
-            columns = {
-                PIECE: torch.full_like(first, row),
-                SLOT: torch.full_like(first, slot),
-                PLACE: torch.full_like(first, -1),
-            }
-            bounds = first, low.clamp(min=start), (low + length).clamp(max=stop)
-            found.append(torch.stack([columns[PIECE], *bounds, columns[SLOT], columns[PLACE]], dim=1))
+            bounds = low.clamp(min=start), (low + length).clamp(max=stop)
+            same = (torch.full_like(first, number) for number in (slot, -1, seed & 0xFFFFFFFF, offset - start))
+            found.append(torch.stack([torch.full_like(first, row), *bounds, *same], dim=1))
     return torch.cat(found)

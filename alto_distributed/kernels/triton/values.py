@@ -1,7 +1,9 @@
 """What changes from step to step, where the Triton kernels read it: addresses of tensors, numbers of groups.
 
-A step sends all of it in one small copy, which the host does not wait for. Under ``capturable`` the device works out
-the bias corrections, from counters that are there.
+In the steady state no copy goes to the device. Addresses are sent when one has changed. A number of a group that has
+changed, as the bias corrections do at each step, is the argument of an operation that fills its place. Under
+``capturable`` the device works out the corrections, from counters that are there. What is sent goes in small copies,
+which the host does not wait for.
 """
 
 from __future__ import annotations
@@ -11,12 +13,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..shards import Coefficients, FlatShard, Memory
+from ..shards import Coefficients, Dtypes, FlatShard, Memory
 from .columns import ALIGNMENT, COEFFICIENT_COLUMNS, CORRECTION2, CORRECTION3, PIECE_COLUMNS, STEP
 from .upload import upload
 
 _PIECE = struct.Struct(f"={PIECE_COLUMNS}q")
 _NUMBERS = struct.Struct(f"={COEFFICIENT_COLUMNS}d")
+#: More numbers that have changed go in one copy.
+_FILLS = 12
+
+Numbers = tuple[float, ...]
+"""A row of the table of coefficients."""
 
 
 class Values:
@@ -25,49 +32,60 @@ class Values:
     Args:
         pieces: how many.
         device: of the pieces.
-        pinned: memory of the host for the one copy that a graph records. Nothing else may ever be written to it.
+        pinned: memory of the host for the copies that a graph records. Nothing else may ever be written to it.
     """
 
     def __init__(self, pieces: int, device: torch.device, pinned: torch.Tensor | None = None) -> None:
         self._device = device
-        words = pieces * (PIECE_COLUMNS + COEFFICIENT_COLUMNS)
-        self._words = torch.zeros(words, dtype=torch.int64, device=device)
-        self._length = pieces * _PIECE.size
-        self._sent = b""
+        self._words = torch.zeros(pieces * (PIECE_COLUMNS + COEFFICIENT_COLUMNS), dtype=torch.int64, device=device)
+        self._split = pieces * PIECE_COLUMNS
+        self._addresses: list[tuple[int, int, Memory, int]] = []
+        self._numbers: list[Numbers] = []
+        self._betas: torch.Tensor | None = None
+        """What the corrections are powers of, where the device makes them."""
         self.pinned = pinned
         self.spare: torch.Tensor | None = None
         """For the next capture, in which no memory can be pinned."""
-        split = pieces * PIECE_COLUMNS
-        self.pieces = self._words[:split].view(pieces, PIECE_COLUMNS)
-        self.coefficients = self._words[split:].view(torch.float64).view(pieces, COEFFICIENT_COLUMNS)
+        self.pieces = self._words[: self._split].view(pieces, PIECE_COLUMNS)
+        self.coefficients = self._words[self._split :].view(torch.float64).view(pieces, COEFFICIENT_COLUMNS)
         """As many rows as there are pieces; those that share their numbers share a row."""
         self.inverse_scale = self._one = torch.ones(1, dtype=torch.float32, device=device)
 
-    def send(self, pieces: Sequence[tuple[FlatShard, Memory]], rows: Mapping[int, int]) -> None:
-        """Bring the tables up to date, in one copy if anything changed.
+    def send(self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]], rows: Mapping[int, int]) -> None:
+        """Bring the tables up to date.
 
         Args:
             pieces: of this step. The rows of all others become zeros.
             rows: the row of each piece, by its place.
         """
-        words = bytearray(self._length)
-        row_of: dict[int, int] = {}
-        for piece, memory in pieces:
-            c = piece.coefficients
-            # A piece whose number of steps is on the device has a row of its own.
-            key = id(c) if piece.counter is None else id(piece)
-            row = row_of.get(key)
-            if row is None:
-                row = row_of[key] = len(row_of)
-                words += _NUMBERS.pack(*_numbers(c, piece.counter is not None))
-            param, grad, m, v, average = memory.addresses
-            aligned = not (param | grad | m | v | average) % ALIGNMENT
-            at = rows[piece.place] * _PIECE.size
-            _PIECE.pack_into(words, at, param, grad, m, v, average, aligned, piece.seed & 0xFFFFFFFF, row)
-        counters = [piece.counter for piece, _ in pieces if piece.counter is not None]
-        if counters or words != self._sent:
-            self._sent = bytes(words)
-            self._copy(torch.frombuffer(words, dtype=torch.int64))
+        addresses: list[tuple[int, int, Memory, int]] = []
+        numbers: list[Numbers] = []
+        known: dict[int, tuple[int, Numbers]] = {}
+        counters: list[torch.Tensor] = []
+        for piece, memory, _ in pieces:
+            c, counter = piece.coefficients, piece.counter
+            row, own = known.get(id(c), (-1, ()))
+            if row < 0:
+                row, own = known[id(c)] = len(numbers), _numbers(c, counter is not None)
+                numbers.append(own)
+            elif counter is not None:  # a piece whose number of steps is on the device has a row of its own
+                row = len(numbers)
+                numbers.append(own)
+            if counter is not None:
+                counters.append(counter)
+            addresses.append((rows[piece.place], row, memory, piece.grad.data_ptr()))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._copy(0, _table_of(addresses, self._split))
+        if numbers != self._numbers:
+            fills = self._fills(numbers) if self._betas is None and not counters else None
+            if fills is None:
+                self._copy(self._split, bytearray(b"".join(_NUMBERS.pack(*row) for row in numbers)))
+                corrections = self.coefficients[: len(numbers), CORRECTION2 : CORRECTION3 + 1]
+                self._betas = corrections.clone() if counters else None
+            for some, column, number in fills or ():
+                self.coefficients[some, column].fill_(number)
+            self._numbers = numbers
         if counters:
             self._correct(torch.stack(counters).double())
             if self.spare is None and self.pinned is None:
@@ -81,23 +99,52 @@ class Values:
         pinned, self.spare = self.spare, None
         return None if pinned is None else Values(len(self.pieces), self._device, pinned)
 
-    def _copy(self, words: torch.Tensor) -> None:
+    def _fills(self, numbers: Sequence[Numbers]) -> list[tuple[slice, int, float]] | None:
+        """(rows, column, number) of what has changed; None if one copy is less work."""
+        if len(numbers) != len(self._numbers):
+            return None
+        fills: list[tuple[slice, int, float]] = []
+        for column, (new, old) in enumerate(
+            zip(zip(*numbers, strict=True), zip(*self._numbers, strict=True), strict=True)
+        ):
+            if new == old:
+                continue
+            if len(set(new)) == 1:
+                fills.append((slice(len(new)), column, new[0]))
+            else:
+                changed = (row for row, (one, other) in enumerate(zip(new, old, strict=True)) if one != other)
+                fills += [(slice(row, row + 1), column, new[row]) for row in changed]
+        return fills if len(fills) <= _FILLS else None
+
+    def _copy(self, start: int, words: bytearray) -> None:
+        sent = torch.frombuffer(words, dtype=torch.int64)
+        here = slice(start, start + len(sent))
         if self.pinned is None:
-            upload(words, self._device, into=self._words)
+            upload(sent, self._device, into=self._words[here])
         else:
-            self.pinned[: len(words)].copy_(words)
-            self._words[: len(words)].copy_(self.pinned[: len(words)], non_blocking=True)
+            self._words[here].copy_(self.pinned[here].copy_(sent), non_blocking=True)
 
     def _correct(self, k: torch.Tensor) -> None:
-        """Turn the columns that hold betas into the corrections of steps ``k``, one a row."""
+        """Work out the corrections of steps ``k``, one a row."""
+        if self._betas is None:
+            raise ValueError("no coefficients were sent for steps that are counted on the device")
         rows = self.coefficients[: len(k)]
-        left = 1 - rows[:, CORRECTION2 : CORRECTION3 + 1] ** k.view(-1, 1)
+        left = 1 - self._betas ** k.view(-1, 1)
         rows[:, CORRECTION2] = left[:, 0].reciprocal()
         rows[:, CORRECTION3] = left[:, 1].rsqrt()
         rows[:, STEP] = k
 
 
-def _numbers(c: Coefficients, on_device: bool) -> tuple[float, ...]:
+def _table_of(addresses: Sequence[tuple[int, int, Memory, int]], words: int) -> bytearray:
+    table = bytearray(8 * words)
+    for at, row, memory, grad in addresses:
+        param, m, v, average = memory.addresses
+        aligned = not (param | grad | m | v | average) % ALIGNMENT
+        _PIECE.pack_into(table, at * _PIECE.size, param, grad, m, v, average, aligned, row)
+    return table
+
+
+def _numbers(c: Coefficients, on_device: bool) -> Numbers:
     """A row of the table of coefficients; ``on_device`` if the device makes the corrections, from betas."""
     corrections = c.corrected if on_device else (1 / c.correction2, c.correction3**-0.5)
     return (
