@@ -15,8 +15,9 @@ with explained("deepspeed", "deepspeed"):
     check_version()  # before the imports below, which another version may not have
 
 from .build import ESGD  # noqa: E402
+from .data_classes import only_data  # noqa: E402
 from .register import register  # noqa: E402
 
-__all__ = ["ESGD", "register"]
+__all__ = ["ESGD", "only_data", "register"]
 
 register()

@@ -75,9 +75,26 @@ def build(name: str, params: Any, options: Mapping[str, Any]) -> torch.optim.Opt
         raise ValueError(
             f'"max_grad_norm" is not a parameter of {name}: set "gradient_clipping" at the top of the DeepSpeed config'
         )
+    for key, value in options.items():
+        if isinstance(value, str) and value == "auto" and key != "kernel":
+            raise ValueError(
+                f'"{key}": "auto" of {name} is for Hugging Face\'s Trainer and Accelerate, which put in a value; write '
+                "one, or leave it out"
+            )
     if name in _KNOWS_EMBEDDINGS:  # the groups were made by it
         options = {key: value for key, value in options.items() if key != _EMBEDDINGS}
     return BUILDERS[name](params, **options)
+
+
+def refuse_other_than_object(entry: Any) -> None:
+    """Raise if the JSON's ``optimizer`` is one of ours and its "params" are no object, on which DeepSpeed fails."""
+    if isinstance(entry, dict) and str(entry.get("type")).lower() in BUILDERS:
+        params = entry.get("params")
+        if params is not None and not isinstance(params, dict):
+            raise ValueError(
+                f'"params": {shown(params)} of the optimizer {entry["type"]} should be an object such as '
+                '{"lr": 0.01}; write one, or leave it out for the defaults'
+            )
 
 
 def refuse_misplaced(config: Any) -> None:

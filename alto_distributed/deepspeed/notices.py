@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import warnings
 from typing import Any
@@ -10,25 +9,31 @@ from typing import Any
 import torch
 from deepspeed.runtime import lr_schedules
 
+from ..eager import EagerStep
 from .build import OPTIMIZERS
 
 
 def warn_of_other_peak(engine: Any) -> None:
-    """WarmupDecayLR has a peak of its own, which replaces the optimizer's ``lr`` unless the JSON names it."""
+    """A default rate of a scheduler's own replaces the optimizer's ``lr`` unless the JSON names that rate.
+
+    WarmupDecayLR has such a peak, LRRangeTest a lowest rate, and older releases of WarmupLR a peak.
+    """
     if engine.client_lr_scheduler is not None:
         return
     scheduler = getattr(lr_schedules, str(engine.scheduler_name()), None)
-    if not isinstance(scheduler, type) or "warmup_max_lr" in (engine.scheduler_params() or {}):
+    if not isinstance(scheduler, type):
         return
-    peak = inspect.signature(scheduler).parameters.get("warmup_max_lr")
+    given = engine.scheduler_params() or {}
     rates = sorted({float(group["lr"]) for group in engine.basic_optimizer.param_groups})
-    if peak is not None and isinstance(peak.default, float) and rates != [peak.default]:
-        warnings.warn(
-            f"the scheduler {engine.scheduler_name()} warms up to its default of {peak.default:g}, and the optimizer's "
-            f"lr of {', '.join(f'{rate:g}' for rate in rates)} is not used. Write "
-            f'"warmup_max_lr": {rates[-1]:g} among the params of the scheduler',
-            stacklevel=2,
-        )
+    for name, parameter in inspect.signature(scheduler).parameters.items():
+        own = parameter.default
+        if name.endswith("_lr") and name not in given and isinstance(own, float) and own > 0 and rates != [own]:
+            warnings.warn(
+                f"the scheduler {engine.scheduler_name()} takes its default {name} of {own:g}, and the optimizer's lr "
+                f"of {', '.join(f'{rate:g}' for rate in rates)} is not used. Write "
+                f'"{name}": {rates[-1]:g} among the params of the scheduler',
+                stacklevel=2,
+            )
 
 
 def warn_of_dropped(engine: Any) -> None:
@@ -38,12 +43,12 @@ def warn_of_dropped(engine: Any) -> None:
     """
     parameters = set(engine.module.parameters())
 
-    def is_dropped(thing: Any) -> bool:
-        if not issubclass(type(thing), OPTIMIZERS) or thing is engine.basic_optimizer or thing.state:
+    def is_dropped(optimizer: torch.optim.Optimizer) -> bool:
+        if not isinstance(optimizer, OPTIMIZERS) or optimizer is engine.basic_optimizer or optimizer.state:
             return False
-        return any(p in parameters for group in thing.param_groups for p in group["params"])
+        return any(p in parameters for group in optimizer.param_groups for p in group["params"])
 
-    dropped = next(filter(is_dropped, gc.get_objects()), None)
+    dropped = next(filter(is_dropped, list(EagerStep.alive)), None)
     if dropped is not None:
         warnings.warn(
             f"{_name(dropped)} was built for this model and never reached DeepSpeed, which trains with "

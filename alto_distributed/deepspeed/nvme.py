@@ -22,9 +22,14 @@ _ALIGNED_BYTES = 512
 NOT_RESTORED = "optimizer states are on NVMe, where DeepSpeed does not load them, with any optimizer"
 
 
+def swaps_states(wrapper: Any) -> bool:
+    """Whether the optimizer is offloaded to NVMe: only stage 3 does that, with sub-groups that are large enough."""
+    return bool(getattr(wrapper, "swap_optimizer", False))
+
+
 def swapped_sub_groups(wrapper: Any) -> Sequence[int]:
-    """The sub-groups whose optimizer tensors are on NVMe; none unless it is stage 3 with that offload."""
-    if not getattr(wrapper, "swap_optimizer", False):
+    """The sub-groups whose optimizer tensors are on NVMe."""
+    if not swaps_states(wrapper):
         return ()
     return [i for i in range(len(wrapper.fp16_groups)) if wrapper._swappable_optimizer_subgroup(i)]
 
@@ -51,14 +56,15 @@ def bringing_in(wrapper: Any) -> Callable[[torch.Tensor], contextlib.AbstractCon
 def check_swapping(engine: Any) -> None:
     """Raise if DeepSpeed would fail or read garbage once it swaps; say what it does not save."""
     wrapper, optimizer = engine.optimizer, engine.basic_optimizer
-    swapped = swapped_sub_groups(wrapper)
-    if not swapped:
+    if not swaps_states(wrapper):
         return
+    swapped = swapped_sub_groups(wrapper)
     if not isinstance(optimizer, ALTO):
         raise ValueError(f'{type(optimizer).__name__} cannot be offloaded to NVMe; use "device": "cpu"')
     if optimizer._rounds:
         raise ValueError("offload to NVMe swaps states in float32 alone; remove grad_ema_dtype and exp_avg_dtype")
-    _check_buffers(engine, swapped)
+    if swapped:
+        _check_buffers(engine, swapped)
     _check_alignment(wrapper, swapped)
     warnings.warn(
         f"this run cannot be resumed, only started again from saved weights (engine.save_16bit_model): {NOT_RESTORED}. "

@@ -42,8 +42,11 @@ def _problems(engine: Any, parameters: list[Any]) -> Iterator[str]:
         yield 'SuperOffload runs DeepSpeedCPUAdam in its own processes; set "super_offload": false'
     if (config := engine.zero_offload_param()) is not None and config.device == "nvme":
         yield 'offload_param to NVMe has not been tested; use "device": "cpu"'
-    if option(engine, "fp16_master_weights_and_gradients") or option(engine, "bf16_master_weights_and_gradients"):
-        yield "master weights must be float32; remove fp16/bf16_master_weights_and_grads from the config"
+    if option(engine, "fp16_master_weights_and_gradients"):
+        yield (
+            "float16 master weights lose small updates; remove fp16_master_weights_and_grads, or use bf16 with "
+            '"bf16_master_weights_and_grads": true, which are rounded stochastically'
+        )
     if option(engine, "torch_autocast_enabled") and str(engine.torch_autocast_dtype()) == "torch.float16":
         yield (
             "torch_autocast with float16 skips steps on each rank by itself, and ranks that disagree would hang in the "

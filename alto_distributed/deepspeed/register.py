@@ -1,7 +1,7 @@
 """Registration: the few places where DeepSpeed has to know about ALTO.
 
-Names go into DeepSpeed's two lists; five methods of its engine are wrapped, and each passes everything
-that is not ours on to the original.
+Names go into DeepSpeed's two lists; some methods of its engine and its config are wrapped, and each passes
+everything that is not ours on to the original.
 """
 
 from __future__ import annotations
@@ -11,24 +11,33 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from .. import states
+from ..kernels.hugepages import collapse
 from ..optimizer import ALTO
 from ..param_groups import whole_shape
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
-from . import checkpoint, offload_states, partial_offload
-from .build import BUILDERS, OPTIMIZERS, build, refuse_misplaced, rename_lamb, split_bare_parameters
+from . import checkpoint, master_weights, offload_states, one_cycle, partial_offload
+from .build import (
+    BUILDERS,
+    OPTIMIZERS,
+    build,
+    refuse_misplaced,
+    refuse_other_than_object,
+    rename_lamb,
+    split_bare_parameters,
+)
 from .layout import LayoutBuilder
 from .monitor import monitor_events
 from .nonfinite import skip_nonfinite
 from .notices import warn_of_dropped, warn_of_other_peak
 from .nvme import check_swapping, swapped_sub_groups
 from .refuse import refuse_unsupported
-from .versions import check_version, warn_if_untested
+from .versions import check_version, warn_if_untested, warn_of_gloo
 from .wrap import wrap_method
 
 
@@ -43,6 +52,7 @@ def register() -> None:
         return
     DEEPSPEED_OPTIMIZERS.extend(BUILDERS)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS)
+    wrap_method(DeepSpeedConfig, "_initialize_params", _initialize_params)
     wrap_method(DeepSpeedEngine, "_do_sanity_check", _do_sanity_check)
     wrap_method(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
     wrap_method(DeepSpeedEngine, "_configure_basic_optimizer", _configure_basic_optimizer)
@@ -51,6 +61,13 @@ def register() -> None:
     checkpoint.install()
     offload_states.install()
     partial_offload.install()
+    master_weights.install()
+    one_cycle.install()
+
+
+def _initialize_params(original: Callable[..., Any], config: Any, entries: Any) -> None:
+    refuse_other_than_object(entries.get("optimizer"))
+    original(entries)
 
 
 def _do_sanity_check(original: Callable[..., Any], engine: Any) -> None:
@@ -125,7 +142,9 @@ def _attach(engine: Any) -> None:
     """
     optimizer = engine.basic_optimizer
     warn_if_untested()
+    warn_of_gloo(engine)
     check_swapping(engine)
+    master_weights.round_masters(engine)
     if isinstance(optimizer, ALTO):
         _require_agreement(engine, optimizer)
         optimizer.set_layouts(LayoutBuilder(engine).build())
@@ -141,9 +160,15 @@ def _attach(engine: Any) -> None:
                 group["params"] = [flat]
                 optimizer.initialize_state()
                 group["params"] = []
+        for flat in optimizer.state:  # offload allocates gradients with the weights, and keeps both
+            for tensor in (flat, flat.grad):
+                if tensor is not None:
+                    collapse(tensor)
         if optimizer.skip_nonfinite:
             skip_nonfinite(engine)
         optimizer.register_step_post_hook(_count_group_steps)
+    else:
+        checkpoint.link_late_states(engine)
 
 
 def _require_agreement(engine: Any, optimizer: ALTO) -> None:

@@ -5,8 +5,8 @@
 DeepSpeed's converter (``deepspeed.checkpoint.ds_to_universal``) carries the weights and two states named
 ``exp_avg`` and ``exp_avg_sq``, and drops any other without a word. It is run twice here: on the checkpoint as it
 is, and on a copy in which grad_ema bears the name of ``exp_avg``, so that grad_ema goes wherever exp_avg goes,
-however the run was sharded. No code of DeepSpeed is changed for it; a converter that carries every state by
-itself would write the same files.
+however the run was sharded. ESGD has two states, which bear both names in a copy (:mod:`.universal_esgd`). No code
+of DeepSpeed is changed for it; a converter that carries every state by itself would write the same files.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import contextlib
 import importlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_STATE,
     FP32_FLAT_GROUPS,
+    GROUP_PADDINGS,
     OPTIMIZER_STATE_DICT,
     PARAM,
     PARAM_GROUPS,
@@ -32,10 +32,14 @@ from deepspeed.checkpoint.constants import (
 )
 
 from .. import states
-from ..safe_load import more_than_data, only_data
+from ..errors import one_line
+from ..safe_load import only_data
+from . import universal_esgd
+from .convertible import MOMENTS, base_optimizer, check, load, optimizer_files, refuse_code
 from .data_classes import CLASSES
 
-_MOMENTS = (states.EXP_AVG, states.EXP_AVG_SQ)
+#: Under which a file has master weights: of stages 1, 2 and BF16_Optimizer, and of stage 3.
+_WEIGHTS = (SINGLE_PARTITION_OF_FP32_GROUPS, FP32_FLAT_GROUPS)
 
 
 def convert(
@@ -52,8 +56,8 @@ def convert(
     Args:
         source: what ``engine.save_checkpoint`` wrote, with the tag.
         target: a folder that does not exist yet. ``latest_universal`` beside it will name it.
-        adopt: take over a checkpoint of LAMB or Adam: weights, moments and step count are kept, grad_ema starts from
-            zero, and the hyperparameters will be those of the run that loads it.
+        adopt: take over a checkpoint of LAMB or Adam, or of SGD for ESGD: weights, moments and step count are kept,
+            grad_ema starts from zero, and the hyperparameters will be those of the run that loads it.
         extract_workers: processes that read the shards.
         merge_workers: processes that put parameters together; each needs the memory of a whole parameter.
         allowed: classes and functions that the checkpoint may use besides those of DeepSpeed's own checkpoints. A
@@ -63,11 +67,27 @@ def convert(
         ValueError: the checkpoint lacks a state, holds more than data, or cannot be converted.
     """
     source, target = Path(source).absolute(), Path(target).absolute()
-    with only_data((*CLASSES, *allowed)):
-        _refuse_code(source)
-        has_average = _check(source, target, adopt)
+    with only_data((*CLASSES, *allowed)), _explained(source):
+        refuse_code(source)
+        has_average = check(source, target, adopt)
         with _removed_on_failure(target):
             _convert(source, target, has_average, adopt, extract_workers, merge_workers)
+
+
+@contextlib.contextmanager
+def _explained(source: Path) -> Iterator[None]:
+    """Files that are not as DeepSpeed writes them end in whatever their reader stumbles over."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        if type(error) is ValueError:
+            raise
+        raise ValueError(
+            f"{source} cannot be converted ({one_line(error)}): a file of it is damaged, or was not written by "
+            "engine.save_checkpoint"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -79,20 +99,12 @@ def _removed_on_failure(target: Path) -> Iterator[None]:
         yield
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
-        if before is not None:
-            latest.write_bytes(before)
-        else:
-            latest.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is told is the failure, not that of tidying up after it
+            if before is None:
+                latest.unlink(missing_ok=True)
+            elif latest.read_bytes() != before:
+                latest.write_bytes(before)
         raise
-
-
-def _refuse_code(source: Path) -> None:
-    problems = [problem for path in sorted(source.glob("*.pt")) if (problem := more_than_data(path))]
-    if problems:
-        raise ValueError(
-            f"{source} was not converted, for it holds more than data: {'; '.join(problems)}. Loading it would run "
-            "code that it names. If you trust where it came from, name each of these after --allow"
-        )
 
 
 def _convert(
@@ -113,10 +125,18 @@ def _convert(
             )
         )
 
+    scratch = target / "renamed_tmp"
+    if universal_esgd.is_of_sgd(base_optimizer(load(optimizer_files(source)[0]))):
+        _write_changed(source, scratch, _show_esgd)
+        run(scratch, target)
+        shutil.rmtree(scratch)
+        universal_esgd.name_files(target / "zero")
+        if adopt:
+            _empty_groups(target / "zero")
+        return
     # The third state first: a conversion that breaks off then leaves no "latest_universal" behind.
     if has_average:
-        scratch = target / "grad_ema_tmp"
-        _write_renamed(source, scratch / "renamed")
+        _write_changed(source, scratch / "renamed", _show_average)
         run(scratch / "renamed", scratch / "universal")
         for converted in (scratch / "universal" / "zero").rglob(f"{states.EXP_AVG}.pt"):
             folder = target / "zero" / converted.parent.relative_to(scratch / "universal" / "zero")
@@ -125,124 +145,70 @@ def _convert(
         shutil.rmtree(scratch)
     run(source, target)
     if adopt:
-        _adopt(target / "zero")
+        _write_averages(target / "zero")
+        _empty_groups(target / "zero")
     if has_average or adopt:
         _check_complete(target / "zero")
 
 
-def _optimizer_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*_optim_states.pt"))
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _base_optimizer(saved: Mapping[str, Any]) -> Any:
-    """The inner optimizer's state_dict in a file of stage 1, 2 or BF16_Optimizer, or of stage 3."""
-    zero = saved[OPTIMIZER_STATE_DICT]
-    return zero[BASE_OPTIMIZER_STATE] if BASE_OPTIMIZER_STATE in zero else zero[OPTIMIZER_STATE_DICT]
-
-
-def _check(source: Path, target: Path, adopt: bool) -> bool:
-    """Whether the checkpoint has grad_ema; or a ValueError if it cannot be converted as asked."""
-    files = _optimizer_files(source)
-    if not files:
-        raise ValueError(
-            f"there are no *_optim_states.pt in {source}. Give the folder of one tag, such as SAVED/global_step100. (A "
-            "checkpoint of ZeRO stage 0 has none, and needs no conversion: it loads at any world size.)"
-        )
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(
-            f"{target} is not empty, and what is in it would mix with the new checkpoint; give a new folder"
-        )
-    if any(source.glob("*expert_*_model_states.pt")):
-        raise ValueError(
-            f"{source} has a mixture of experts, which DeepSpeed's universal format does not carry, with any "
-            "optimizer. Load it at the world size that saved it"
-        )
-    _refuse_round_robin(source)
-    base = _base_optimizer(_load(files[0]))
-    if not isinstance(base, dict):
-        raise ValueError('an elastic checkpoint cannot be converted; save with "elastic_checkpoint": false')
-    for state in base["state"].values():
-        missing = [key for key in (*_MOMENTS, states.STEP) if key not in state]
-        if missing:
-            raise ValueError(
-                f"the optimizer states in {source} have no {', '.join(map(repr, missing))}: only checkpoints of ALTO "
-                "and EAdamW can be converted, and with --adopt those of LAMB and Adam"
-            )
-    found = any(states.GRAD_EMA in state for state in base["state"].values())
-    if adopt and found:
-        raise ValueError(f"{source} has grad_ema already: convert it without --adopt, which would set it to zero")
-    if not adopt:
-        _check_saved_by_alto(source, base)
-    return found
-
-
-def _check_saved_by_alto(source: Path, base: Mapping[str, Any]) -> None:
-    for group in base[PARAM_GROUPS]:
-        lacking = any(states.GRAD_EMA not in base["state"].get(i, {}) for i in group["params"])
-        if "alpha" not in group or (group["alpha"] != 0 and lacking):
-            raise ValueError(
-                f"{source} has no 'grad_ema' and was not saved by ALTO. To take over its weights, moments and step "
-                "count, with grad_ema from zero and the hyperparameters of the run that loads it, give --adopt"
-            )
-
-
-def _refuse_round_robin(source: Path) -> None:
-    """DeepSpeed notes down the wrong places of pieces then, for every optimizer."""
-    for path in sorted(source.glob("mp_rank_*_model_states.pt"))[:1]:
-        zero = _load(path).get("ds_config", {}).get("zero_optimization", {})
-        if zero.get("round_robin_gradients", False):
-            raise ValueError(
-                "a checkpoint saved under round_robin_gradients cannot be converted: DeepSpeed notes down the wrong "
-                'places of its pieces. Load it at the world size that saved it, with "round_robin_gradients": true, '
-                "and go on from there; another world size needs a run without it"
-            )
-
-
-def _write_renamed(source: Path, folder: Path) -> None:
-    """The checkpoint with grad_ema in the place of both moments and of the weights; other files are links.
-
-    A group in which alpha is 0 may have no grad_ema; it gets zeros, which loading leaves out again.
-    """
+def _write_changed(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The checkpoint with its optimizer files changed; other files are links."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
-        if path.is_file() and path not in _optimizer_files(source):
+        if path.is_file() and path not in optimizer_files(source):
             (folder / path.name).symlink_to(path)
-    for path in _optimizer_files(source):
-        saved = _load(path)
-        flats = []
-        for index, state in sorted(_base_optimizer(saved)["state"].items()):
-            average = state[states.GRAD_EMA] if states.GRAD_EMA in state else torch.zeros_like(state[states.EXP_AVG])
-            _base_optimizer(saved)["state"][index] = {
-                **dict.fromkeys(_MOMENTS, average),
-                states.STEP: state[states.STEP],
-            }
-            flats.append(average)
-        for weights in (SINGLE_PARTITION_OF_FP32_GROUPS, FP32_FLAT_GROUPS):
-            if weights in saved[OPTIMIZER_STATE_DICT]:
-                saved[OPTIMIZER_STATE_DICT][weights] = flats
+    for path in optimizer_files(source):
+        saved = load(path)
+        change(saved)
         torch.save(saved, folder / path.name)
 
 
-def _adopt(zero: Path) -> None:
-    """grad_ema from zero, and groups without hyperparameters, so that the loading run keeps its own."""
-    moments = sorted(zero.rglob(f"{states.EXP_AVG}.pt"))
-    for path in moments:
-        moment = _load(path)
+def _show_average(saved: dict[str, Any]) -> None:
+    """grad_ema in the place of both moments and of the weights.
+
+    A group in which alpha is 0 may have no grad_ema; it gets zeros, which loading leaves out again.
+    """
+    flats = []
+    for index, state in sorted(base_optimizer(saved)["state"].items()):
+        average = state[states.GRAD_EMA] if states.GRAD_EMA in state else torch.zeros_like(state[states.EXP_AVG])
+        base_optimizer(saved)["state"][index] = {
+            **dict.fromkeys(MOMENTS, average),
+            states.STEP: state[states.STEP],
+        }
+        flats.append(average)
+    for weights in _WEIGHTS:
+        if weights in saved[OPTIMIZER_STATE_DICT]:
+            saved[OPTIMIZER_STATE_DICT][weights] = flats
+
+
+def _show_esgd(saved: dict[str, Any]) -> None:
+    zero = saved[OPTIMIZER_STATE_DICT]
+    flats = next(zero[key] for key in _WEIGHTS if key in zero)
+    paddings = zero.get(GROUP_PADDINGS, [0] * len(flats))  # which states have and saved weights have not
+    universal_esgd.show(
+        base_optimizer(saved), [flat.numel() + padding for flat, padding in zip(flats, paddings, strict=True)]
+    )
+
+
+def _write_averages(zero: Path) -> None:
+    """grad_ema from zero."""
+    for path in sorted(zero.rglob(f"{states.EXP_AVG}.pt")):
+        moment = load(path)
         average: Any
         if isinstance(moment, dict):
             average = {**moment, PARAM: torch.zeros_like(moment[PARAM])}
         else:
             average = torch.zeros_like(moment)
         torch.save(average, path.with_name(f"{states.GRAD_EMA}.pt"))
+
+
+def _empty_groups(zero: Path) -> None:
+    """Groups without hyperparameters, so that the loading run keeps its own."""
     path = zero / "optimizer_state.pt"
-    saved = _load(path)
+    saved = load(path)
     # DeepSpeed walks saved groups and those of the run side by side, and forgets the longer list's rest. No run has
     # more groups than parameters.
-    saved[PARAM_GROUPS] = [{"params": []} for _ in moments]
+    saved[PARAM_GROUPS] = [{"params": []} for _ in zero.rglob(f"{states.GRAD_EMA}.pt")]
     if OPTIMIZER_STATE_DICT in saved:
         saved[OPTIMIZER_STATE_DICT][PARAM_GROUPS] = saved[PARAM_GROUPS]
     torch.save(saved, path)
@@ -277,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--adopt",
         action="store_true",
-        help="take over a checkpoint of LAMB or Adam: weights, moments and step count stay, grad_ema starts from zero",
+        help="take over a checkpoint of LAMB, Adam or SGD: weights, moments and step count stay, grad_ema is zero",
     )
     parser.add_argument(
         "--allow",
@@ -298,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
             merge_workers=options.num_merge_workers,
             allowed=[_named(name) for name in options.allow],
         )
-    except ValueError as problem:
+    except (ValueError, OSError) as problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")
 
 

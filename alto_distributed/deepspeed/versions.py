@@ -15,11 +15,14 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import OneCycle
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..errors import UnsupportedVersion
+from ..sharding.collective import everyone
 
 #: Releases in which the tests ran (scripts/matrix.py), oldest first. Others warn.
 SUPPORTED_VERSIONS = (
@@ -29,6 +32,8 @@ SUPPORTED_VERSIONS = (
 
 #: Methods that are wrapped or called.
 _METHODS: dict[type, tuple[str, ...]] = {
+    DeepSpeedConfig: ("_initialize_params",),
+    OneCycle: ("_initialize_momentum",),
     DeepSpeedEngine: (
         "_configure_optimizer",
         "_do_sanity_check",
@@ -106,12 +111,26 @@ def load_state(wrapper: Any, folder: str, key: str, param: torch.Tensor) -> Any:
     return method(folder, key, param=param) if "param" in inspect.signature(method).parameters else method(folder, key)
 
 
+def refuse_universal_stage3() -> None:
+    """Raise a ValueError where universal checkpoints of stage 3 have the first sub-group alone (before 0.18.0)."""
+    method = DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3
+    if "param_shapes" in inspect.signature(inspect.unwrap(method)).parameters:
+        raise ValueError(
+            f"DeepSpeed {deepspeed.__version__} converts and loads the first parameter group of ZeRO stage 3 alone, "
+            "with any optimizer; use 0.18.0 or later for it"
+        )
+
+
 def faults(engine: Any, stage: int) -> Iterator[str]:
     """Settings in which the installed release computes wrong gradients, with any optimizer: docs/versions.md."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", deepspeed.__version__)
-    if found is None:
+    version = _numbers(deepspeed.__version__)
+    if version is None:
         return
-    version = tuple(map(int, found.groups()))
+    if (0, 18, 7) <= version < (0, 19) and stage in (1, 2) and everyone() is not None and _torch_cuts_views():
+        yield (
+            f"DeepSpeed {deepspeed.__version__} fails at ZeRO stages 1 and 2 over several ranks under torch "
+            f'{torch.__version__} ("Output 0 of Split is a view"), with any optimizer; use DeepSpeed 0.18.6 or 0.19.8'
+        )
     wrong = f"gives wrong gradients in DeepSpeed {deepspeed.__version__}, with any optimizer"
     if version < (0, 19, 8) and stage in (1, 2) and not engine.zero_contiguous_gradients():
         yield f'"contiguous_gradients": false {wrong}; remove it, or use 0.19.8'
@@ -122,6 +141,29 @@ def faults(engine: Any, stage: int) -> Iterator[str]:
             yield f"bf16 at ZeRO stage 0 {wrong}; use stage 1, or 0.19.8"
         if (0, 17) <= version < (0, 19) and stage == 1 and engine.get_data_types()[1] == torch.float32:
             yield f'bf16 with "grad_accum_dtype": "fp32" at ZeRO stage 1 {wrong}; use stage 2, or 0.19.8'
+
+
+def warn_of_gloo(engine: Any) -> None:
+    """Before 0.19.8 stage 3 waits for one of several all-gathers. NCCL runs them in order, gloo does not."""
+    version, group = _numbers(deepspeed.__version__), everyone()
+    if version is None or version >= (0, 19, 8) or group is None or engine.zero_optimization_stage() < 3:
+        return
+    if "gloo" in str(torch.distributed.get_backend(group)):
+        warnings.warn(
+            f"DeepSpeed {deepspeed.__version__} at ZeRO stage 3 over gloo may use weights before they have arrived, "
+            "with any optimizer; use 0.19.8, NCCL, or stage 2",
+            stacklevel=2,
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...] | None:
+    found = re.match(r"(\d+)\.(\d+)\.?(\d*)", version)
+    return None if found is None else tuple(int(number or 0) for number in found.groups())
+
+
+def _torch_cuts_views() -> bool:
+    """Whether ``all_gather_single`` refuses a piece of a split tensor."""
+    return (_numbers(torch.__version__) or (0,)) >= (2, 11)
 
 
 def option(engine: Any, name: str) -> Any:

@@ -24,6 +24,7 @@ import alto_distributed.deepspeed
 from alto_distributed import ALTO, LAMB, param_groups
 from alto_distributed.deepspeed.build import split_bare_parameters
 from alto_distributed.deepspeed.layout import LayoutBuilder
+from alto_distributed.kernels.hugepages import collapse
 from alto_distributed.sharding import ShardLayout
 from tests.helpers import devices
 from tests.helpers.cases import each, some, worlds
@@ -36,6 +37,9 @@ STEPS = 10
 PARAMS = {"lr": 0.05, "betas": [0.99, 0.9, 0.99], "alpha": -5, "eps": 1e-6, "weight_decay": 0.01}
 if devices.NAME != "cpu":
     PARAMS["kernel"] = "torch"  # also of what is computed on the host to compare with: C adds up in another order
+# Bitwise, only the definition serves there: torch's lerp on some CPUs rounds the last elements of a tensor otherwise,
+# and shards end where parameters do not.
+BITWISE = PARAMS if devices.NAME == "cpu" else {**PARAMS, "kernel": "reference"}
 
 
 class Net(nn.Module):
@@ -96,7 +100,7 @@ def reference(*, clip=1.0, accumulation=1, steps=STEPS, groups=None, schedule=No
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         if schedule is not None:
             for group in optimizer.param_groups:
-                group["lr"] = schedule(k)
+                group.update(schedule(k))
         optimizer.step()
     return model
 
@@ -226,6 +230,32 @@ def case_float32(setting):
 @worlds(4)
 def case_hierarchical_partitioning():
     assert float32_gap({"stage": 3, "zero_hpz_partition_size": 2}, {}) < 1e-6
+
+
+def huge_bytes(tensor):
+    """How much of a tensor's memory lies in huge pages."""
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    found, inside = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                low, high = (int(address, 16) for address in line.split()[0].split("-"))
+                inside = low < end and high > begin
+            elif inside and line.startswith("AnonHugePages:"):
+                found += int(line.split()[1]) * 1024
+    return found
+
+
+@worlds(1)
+@each(stage=(2, 3))
+def case_offloaded_weights_and_gradients_lie_in_huge_pages(stage):
+    if not collapse(torch.zeros(1 << 22)):
+        pytest.skip("this system does not collapse memory into huge pages")
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    with running(nn.Linear(2048, 2048, bias=False), config(zero, **BF16)) as engine:
+        (flat,) = (p for p in engine.basic_optimizer.state if p.numel() >= 2048**2)
+        assert huge_bytes(flat) > flat.nbytes // 2
+        assert huge_bytes(flat.grad) > flat.nbytes // 2
 
 
 @worlds(2)
@@ -370,7 +400,7 @@ def _rounded_reference(
 ):
     del linear  # for the cache: the model uses it
     master, model = network().to(dtype).float(), network().to(dtype)
-    optimizer = ALTO(split_bare_parameters(list(master.parameters())), **PARAMS)
+    optimizer = ALTO(split_bare_parameters(list(master.parameters())), **BITWISE)
     pairs = list(zip(trainable(master).values(), trainable(model).values(), strict=True))
     for step in batches(steps, accumulation):
         summed = {}
@@ -425,7 +455,7 @@ LOW_CELLS = {
 
 def low_config(zero, precision, cell):
     """All ranks see the whole batch, so that averaging is exact."""
-    ds_config = config(zero, clip=0.0, accumulation=cell.get("accumulation", 1), **precision)
+    ds_config = config(zero, clip=0.0, accumulation=cell.get("accumulation", 1), params=BITWISE, **precision)
     return {**ds_config, "train_micro_batch_size_per_gpu": 8}
 
 
@@ -606,21 +636,26 @@ SCHEDULERS = {
     "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 5, "warmup_type": "linear"},
     "WarmupDecayLR": {"total_num_steps": 12, "warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 4},
     "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.05, "cycle_first_step_size": 4},
 }
 
 
 @worlds(2)
 @some(name=SCHEDULERS, stage=(1, 3))
 def case_schedulers_from_the_json(name, stage):
-    rank, rates = dist.get_rank(), []
-    ds_config = config({"stage": stage}, scheduler={"type": name, "params": SCHEDULERS[name]})
-    with running(network(), ds_config) as engine:
+    """OneCycle cycles the beta of the first moment as well. The second's is kept: it became 0.99, whatever it was."""
+    rank, given = dist.get_rank(), []
+    params, scheduler = {**PARAMS, "betas": [0.99, 0.9, 0.95]}, {"type": name, "params": SCHEDULERS[name]}
+    with running(network(), config({"stage": stage}, params=params, scheduler=scheduler)) as engine:
         for x, y in (pair for step in batches() for pair in step):
-            rates.append(engine.get_lr()[0])
+            *_, momentum, _ = engine.basic_optimizer.param_groups[0]["betas"]
+            given.append({"lr": engine.get_lr()[0], "betas": (0.99, momentum, 0.95)})
             engine.backward(loss_of(engine(x.chunk(2)[rank]), y.chunk(2)[rank]))
             engine.step()
-        assert len(set(rates)) > 3, rates
-        gap = largest_gap(weights(engine), reference(schedule=rates.__getitem__))
+        assert len({step["lr"] for step in given}) > 3, given
+        momenta = {step["betas"][1] for step in given}
+        assert len(momenta) > 3 if name == "OneCycle" else momenta == {0.9}, momenta
+        gap = largest_gap(weights(engine), reference(schedule=given.__getitem__))
         assert gap < 1e-6, gap
 
 
@@ -776,10 +811,16 @@ REFUSED = {
     "a name with a typo": (
         {"params": {**PARAMS, "weight_deacy": 0}}, r"'weight_deacy' is not a hyperparameter of ALTO; did you mean",
     ),
+    "auto": ({"params": {**PARAMS, "lr": "auto"}}, r'"lr": "auto" of alto is for Hugging Face.*; write one, or'),
+    "torch_adam": ({"params": {**PARAMS, "torch_adam": True}}, r"'torch_adam' is not a hyperparameter of ALTO"),
     "max_grad_norm": ({"params": {**PARAMS, "max_grad_norm": 1.0}}, r'set "gradient_clipping"'),
     "lr beside params": (
         {"optimizer": {"type": "Alto", "lr": 0.03}},
         r'"lr": 0.03 of the optimizer Alto is not among its "params", and would be ignored; write .*{"lr": ...}',
+    ),
+    "params that are no object": (
+        {"params": [{"lr": 0.03}]},
+        r'"params": \[\{.lr.: 0.03\}\] of the optimizer ALTO should be an object such as {"lr": 0.01}; write one, or',
     ),
     "LAMB's implementation beside params": (
         {"optimizer": {"type": "LAMB", "params": {}, "implementation": "alto"}},
@@ -806,9 +847,9 @@ REFUSED = {
         {"zero": {"stage": 1}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
         r'torch_autocast with float16 skips steps on each rank by itself.*use "dtype": "bfloat16"',
     ),
-    "low-precision master weights": (
-        {"zero": {"stage": 2}, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-        r"master weights must be float32; remove fp16/bf16_master_weights_and_grads",
+    "float16 master weights": (
+        {"zero": {"stage": 2}, "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        r"float16 master weights lose small updates; remove fp16_master_weights_and_grads, or use bf16",
     ),
     "DeepCompile": ({"zero": {"stage": 2}, "compile": {"deepcompile": True}}, r"DeepCompile has not been tested"),
 }  # fmt: skip
@@ -831,31 +872,68 @@ def case_a_parameter_without_elements_is_refused():
         deepspeed.initialize(model=model, config=config({"stage": 3}))
 
 
-@worlds(2)
-def case_a_peak_that_is_not_lr_is_told():
-    """WarmupDecayLR warms up to 0.001 unless told otherwise. The others take lr."""
-    for given in ({}, {"warmup_max_lr": 0.05}):
-        for name in ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR"):
-            params = {} if name == "WarmupLR" else {"total_num_steps": 12}
-            params |= given if name != "WarmupCosineLR" else {}
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                with running(network(), config({"stage": 1}, scheduler={"type": name, "params": params})):
-                    pass
-            said = [str(w.message) for w in caught if "warms up to" in str(w.message)]
-            assert len(said) == (name == "WarmupDecayLR" and not given), (name, given, said)
-            for message in said:
-                assert "its default of 0.001, and the optimizer's lr of 0.05 is not used" in message
-                assert '"warmup_max_lr": 0.05 among the params of the scheduler' in message
-
-
-def dropped(model, ds_config, **options):
-    """Of the warnings when an engine is built: those about an optimizer that never reaches it."""
+def told(about, model, ds_config, **options):
+    """Of the warnings when an engine is built: those with some words in them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with running(model, ds_config, **options):
             pass
-    return [str(w.message) for w in caught if "never reached DeepSpeed" in str(w.message)]
+    return [str(w.message) for w in caught if about in str(w.message)]
+
+
+#: Scheduler -> its params, and the rate of its own that it has a default for.
+RATES = {
+    "WarmupDecayLR": ({"total_num_steps": 12}, "warmup_max_lr"),
+    "LRRangeTest": ({}, "lr_range_test_min_lr"),
+    "WarmupLR": ({}, None),
+    "WarmupCosineLR": ({"total_num_steps": 12}, None),
+    "OneCycle": (SCHEDULERS["OneCycle"], None),
+}
+
+
+@worlds(2)
+def case_a_rate_that_is_not_lr_is_told():
+    """WarmupDecayLR warms up to 0.001 and LRRangeTest begins there, unless told otherwise. The others take lr."""
+    for name, (params, own) in RATES.items():
+        for given in ({}, {own: 0.05}) if own else ({},):
+            scheduler = {"type": name, "params": {**params, **given}}
+            said = told("is not used. Write", network(), config({"stage": 1}, scheduler=scheduler))
+            expected = [
+                f"the scheduler {name} takes its default {own} of 0.001, and the optimizer's lr of 0.05 is not used. "
+                f'Write "{own}": 0.05 among the params of the scheduler'
+            ]
+            assert said == (expected if own and not given else []), (name, given, said)
+
+
+@worlds(2)
+def case_faults_of_other_releases_are_told():
+    """Those that hang on more than the config: torch's version, and gloo."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "__version__", "0.18.8")
+        if torch.__version__ >= "2.11":
+            with pytest.raises(
+                ValueError, match=r"0\.18\.8 fails at ZeRO stages 1 and 2 over .*use DeepSpeed 0\.18\.6"
+            ):
+                deepspeed.initialize(model=network(), config=config({"stage": 1}))
+        patch.setattr(torch, "__version__", "2.10.0")
+        assert told("over gloo", network(), config({"stage": 2})) == []
+        said = told("over gloo", network(), config({"stage": 3}))
+        assert len(said) == (devices.NAME == "cpu")  # the others do not run over gloo
+        expected = "DeepSpeed 0.18.8 at ZeRO stage 3 over gloo may use weights before they have arrived"
+        assert all(line.startswith(expected) for line in said)
+    assert told("over gloo", network(), config({"stage": 3})) == []
+
+
+@worlds(2)
+def case_two_betas():
+    """They are Adam's, and become those of the moments."""
+    with running(network(), config({"stage": 1}, params={**PARAMS, "betas": [0.8, 0.95]})) as engine:
+        assert {group["betas"] for group in engine.basic_optimizer.param_groups} == {(0.99, 0.8, 0.95)}
+
+
+def dropped(model, ds_config, **options):
+    """Those about an optimizer that never reaches the engine."""
+    return told("never reached DeepSpeed", model, ds_config, **options)
 
 
 @worlds(2)

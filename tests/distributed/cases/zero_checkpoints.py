@@ -7,6 +7,7 @@ import contextlib
 import fractions
 import io
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -227,7 +228,7 @@ def check_conversion(folder):
             converted = torch.load(path)
             converted = converted["param"] if isinstance(converted, dict) else converted
             assert torch.equal(converted.view(-1), value.view(-1)), key
-    assert not (folder / "universal" / "grad_ema_tmp").exists()
+    assert not (folder / "universal" / "renamed_tmp").exists()
 
 
 @worlds(2)
@@ -328,9 +329,46 @@ def case_what_lacks_the_third_state_is_refused(directory, cell):
     on_rank_0(stock_converter, folder / "saved", folder / "stock")
     with engine_for(UNIVERSAL_CELLS[cell], checkpoint={"load_universal": True}) as engine:
         before = weights(engine)
-        with pytest.raises(ValueError, match=r"no 'grad_ema' for parameter 'scale'.*deepspeed.universal INPUT"):
-            engine.load_checkpoint(folder, tag="stock")
-        assert_same("unchanged", weights(engine), before)
+        # Without "states" too: DeepSpeed loads them below stage 3, which gave three states of zeros.
+        for options in ({}, *([] if cell == "stage 3" else WEIGHTS_ALONE)):
+            with pytest.raises(ValueError, match=r"no 'grad_ema' for parameter 'scale'.*deepspeed.universal INPUT"):
+                engine.load_checkpoint(folder, tag="stock", **options)
+            assert_same("unchanged", weights(engine), before)
+
+
+WEIGHTS_ALONE = ({"load_optimizer_states": False}, {"load_module_only": True})
+
+
+@worlds(2)
+@each(cell=("stage 1", "stage 3"))
+@after("case_conversion_carries_every_state")
+def case_universal_weights_alone(directory, cell):
+    """Stage 3 loads them alone. Below it DeepSpeed loads the states as well, which is told."""
+    folder = place(directory, cell)
+    at_save, _, saved_hyper = torch.load(folder / "pictures.pt")
+    changed = {"groups": lambda m: three_groups(m, lr=0.7), "checkpoint": {"load_universal": True}}
+    for options in WEIGHTS_ALONE:
+        with engine_for(CELLS[cell], model=other_network(), **changed) as engine:
+            advance(engine, 0, 1)
+            before, own = picture(engine), hyperparameters(engine)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                engine.load_checkpoint(folder, tag="universal", **options)
+            told, got = (
+                [str(w.message) for w in caught if "load_module_only=True do not hold" in str(w.message)],
+                picture(engine),
+            )
+            if cell == "stage 1":
+                assert len(told) == 1, told
+                assert_same("loaded", got, at_save)
+                assert hyperparameters(engine) == saved_hyper
+            else:
+                assert told == []
+                for key in (key for key in got if key != "steps"):
+                    weight = key.endswith(("model", "master"))
+                    assert torch.equal(got[key], (at_save if weight else before)[key]), key
+                assert hyperparameters(engine) == own
+            advance(engine, 3, 4)
 
 
 def plain_groups(model):
@@ -445,6 +483,9 @@ def case_adam_with_other_groups_is_told_of_adopt(directory, stage):
         with pytest.raises(ValueError, match="the checkpoint has 1 parameter groups, this optimizer has 2; build the"):
             engine.load_checkpoint(folder, tag="ALTO")
         engine.load_checkpoint(folder, tag="AdamW", load_optimizer_states=False)
+    refused = pytest.raises(ValueError, match=r"no 'grad_ema' for ESGD: it was not saved by ESGD.*OUTPUT --adopt")
+    with engine_for(cell, groups_of_esgd, **ESGD) as engine, refused:
+        engine.load_checkpoint(folder, tag="AdamW")
 
 
 @worlds(2)
@@ -458,7 +499,7 @@ def case_a_conversion_that_fails_leaves_nothing(directory):
         for before in (None, "an older one"):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(universal, "_check_complete", lambda _: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
+                with pytest.raises(ValueError, match=r"cannot be converted \(ZeroDivisionError: division by zero\)"):
                     convert(saved, target)
             assert not target.exists()
             assert (latest.read_text() if latest.exists() else None) == before
@@ -567,7 +608,7 @@ def case_elastic_checkpoints(directory):
 @worlds(2)
 @each(stage=(0, 1, 2, 3))
 def case_esgd(directory, stage):
-    """At the same world size; it has no universal checkpoints."""
+    """At the same world size."""
     options = {"name": "ESGD", "params": {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}}
     cell = ({"stage": stage} if stage else None, {})
     folder = place(directory, f"ESGD {stage}")
@@ -580,12 +621,75 @@ def case_esgd(directory, stage):
         engine.load_checkpoint(folder)
         advance(engine, BEFORE, BEFORE + AFTER)
         assert_same("continued", weights(engine), at_end)
-    if stage:
-        with pytest.raises(ValueError, match="no 'exp_avg'.*only checkpoints of ALTO and EAdamW"):
-            on_rank_0(convert, folder / "saved", folder / "universal")
-        refused = pytest.raises(ValueError, match="not those of ESGD")
-        with engine_for(cell, None, checkpoint={"load_universal": True}, **options) as engine, refused:
-            engine.load_checkpoint(folder, tag="saved")
+
+
+ESGD = {"name": "ESGD", "params": {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}}
+SGD = {"name": "SGD", "params": {"lr": 0.05, "momentum": 0.9}, "zero_allow_untested_optimizer": True}
+
+
+def groups_of_esgd(model):
+    """The second has no momentum, and decay."""
+    named = trainable(model)
+    up = [p for n, p in named.items() if n.startswith("up")]
+    rest = [p for n, p in named.items() if not n.startswith("up")]
+    return [{"params": rest}, {"params": up, "momentum": 0.0, "weight_decay": 0.1}]
+
+
+def states_of_esgd(engine):
+    """All states by parameter and name; a group without momentum has none."""
+    found = {}
+    for name, p in trainable(engine.module).items():
+        for key in ("grad_ema", *(() if name.startswith("up") else ("momentum_buffer",))):
+            found[f"{name} {key}"] = safe_get_full_optimizer_state(p, key).clone()
+        found[name] = safe_get_full_fp32_param(p).clone()
+    return found
+
+
+@worlds(2)
+@each({"stage 1": 1, "stage 3": 3}, exhaustive={"stage 2": 2})
+def case_esgd_is_converted_and_adopts(directory, label, setting):
+    folder, cell = place(directory, f"ESGD, {label}"), ({"stage": setting}, {})
+    universal = {"checkpoint": {"load_universal": True}}
+    with engine_for(cell, groups_of_esgd, **ESGD) as engine:
+        advance(engine, 0, BEFORE)
+        engine.save_checkpoint(folder, tag="saved")
+        at_save, saved_hyper = states_of_esgd(engine), hyperparameters(engine)
+        advance(engine, BEFORE, BEFORE + AFTER)
+        at_end = weights(engine)
+    on_rank_0(convert, folder / "saved", folder / "universal")
+    with pytest.raises(ValueError, match="was saved by ESGD: convert it without --adopt"):
+        on_rank_0(convert, folder / "saved", folder / "unasked", adopt=True)
+    if dist.get_rank() == 0:
+        torch.save((at_save, at_end), folder / "pictures.pt")
+    with engine_for(cell, groups_of_esgd, other_network(), **ESGD, **universal) as engine:
+        engine.load_checkpoint(folder, tag="universal")
+        assert_same("loaded", states_of_esgd(engine), at_save)
+        assert hyperparameters(engine) == saved_hyper
+        kept = {frozenset(state) for state in engine.basic_optimizer.state.values()}
+        assert kept == {frozenset(("grad_ema",)), frozenset(("grad_ema", "momentum_buffer"))}, kept
+        advance(engine, BEFORE, BEFORE + AFTER)
+        assert_same("continued", weights(engine), at_end)
+    with (
+        engine_for(cell, None, **universal) as engine,
+        pytest.raises(ValueError, match="for ALTO: it was not saved by"),
+    ):
+        engine.load_checkpoint(folder, tag="universal")
+    with engine_for(cell, plain_groups, **SGD) as engine:
+        advance(engine, 0, BEFORE)
+        engine.save_checkpoint(folder, tag="sgd", save_latest=False)
+        moments = {n: safe_get_full_optimizer_state(p, "momentum_buffer") for n, p in trainable(engine.module).items()}
+    with pytest.raises(ValueError, match="was saved by SGD and has no 'grad_ema'.*give --adopt"):
+        on_rank_0(convert, folder / "sgd", folder / "unasked")
+    on_rank_0(convert, folder / "sgd", folder / "adopted", adopt=True)
+    with engine_for(cell, groups_of_esgd, other_network(), **ESGD, **universal) as engine:
+        own = hyperparameters(engine)
+        engine.load_checkpoint(folder, tag="adopted")
+        assert hyperparameters(engine) == own
+        for key, value in states_of_esgd(engine).items():
+            name, _, state = key.rpartition(" ")
+            assert state != "grad_ema" or not value.any(), key
+            assert state != "momentum_buffer" or torch.equal(value, moments[name]), key
+        advance(engine, BEFORE, BEFORE + 1)
 
 
 @worlds(2)

@@ -54,17 +54,24 @@ def train(engine):
 
 
 def whole(engine):
-    """Whole weights by name: gathered over ZeRO, then glued together over TP along the dimension that was cut."""
-    group = deepspeed.utils.groups.get_tensor_model_parallel_group()
+    """Whole weights by name: gathered over ZeRO, then glued together over TP."""
     out = {}
-    shapes = {n: p.shape for n, p in trainable(build()).items()}
     for name, p in trainable(engine.module).items():
         with deepspeed.zero.GatheredParameters([p]):
-            piece = p.detach().clone()
-        if piece.shape != shapes[name]:
+            out[name] = p.detach().clone()
+    return glued(out)
+
+
+def glued(pieces_by_name, parameter_of=lambda name: name):
+    """What lies in pieces over TP, put together along the dimension that was cut."""
+    group = deepspeed.utils.groups.get_tensor_model_parallel_group()
+    out, shapes = {}, {n: p.shape for n, p in trainable(build()).items()}
+    for name, piece in pieces_by_name.items():
+        shape = shapes[parameter_of(name)]
+        if piece.shape != shape:
             pieces = [torch.empty_like(piece) for _ in range(2)]
             dist.all_gather(pieces, piece, group=group)
-            (dim,) = [d for d in range(piece.ndim) if piece.shape[d] != shapes[name][d]]
+            (dim,) = [d for d in range(piece.ndim) if piece.shape[d] != shape[d]]
             piece = torch.cat(pieces, dim)
         out[name] = piece
     return out
