@@ -15,7 +15,7 @@ import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from .. import states, version
 from ..diagnostics import Reading
@@ -25,8 +25,9 @@ from ..param_groups import embedding_parameters
 from ..sharding.agreement import require_agreement
 from ..sharding.collective import everyone
 from . import config as configs
-from . import monitor, precision_aware
+from . import cpu_offload, fp8, monitor, precision_aware
 from .distributed import AltoDistributedOptimizer
+from .expert_parallelism import AltoChainedOptimizer
 from .fsdp import AltoFSDPOptimizer, is_fsdp
 from .layout import LayoutBuilder
 from .nonfinite import skip_nonfinite
@@ -53,9 +54,10 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
     refuse_unsupported(config, model_chunks, bound.arguments.get("config_overrides"))
     configs.warn_of_adams(config)
 
+    quantized = fp8.initial_weights(model_chunks)
     name, config.optimizer = config.optimizer, "adam"
     try:
-        with precision_aware.hidden(config):
+        with precision_aware.hidden(config), cpu_offload.hidden(config):
             built = original(*bound.args, **bound.kwargs)
     finally:
         config.optimizer = name
@@ -68,7 +70,7 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
                 f"{', '.join(known.__name__ for known in WRAPPERS)}: turn off the feature that brings this one in"
             )
     plain = _embeddings(model_chunks) if configs.of(config, "embeddings") == "adam" else ()
-    layouts = LayoutBuilder(model_chunks, bound.arguments.get("pg_collection"), plain)
+    layouts = LayoutBuilder(model_chunks, bound.arguments.get("pg_collection"), plain, quantized)
     if bound.arguments.get("pg_collection") is None:  # else this model's ranks need not be all of the job's
         _require_agreement(config, hyper, layouts)
     for wrapper in wrappers:
@@ -76,6 +78,8 @@ def build(original: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
             _exchange(wrapper, hyper, layouts)
         if configs.of(config, "skip_nonfinite"):
             skip_nonfinite(wrapper)
+    if type(built) is ChainedOptimizer:
+        built.__class__ = AltoChainedOptimizer
     if configs.of(config, "diagnostics_every"):
         monitor.watch(altos(built))
     return built
@@ -146,7 +150,9 @@ def _exchange(wrapper: Any, hyper: Hyperparameters, layouts: LayoutBuilder) -> N
         wrapper.__class__ = AltoFSDPOptimizer
     else:
         wrapper.__class__ = WRAPPERS[type(wrapper)]
-        alto.set_layouts(*layouts.build(wrapper))
+        if config.optimizer_cpu_offload:
+            cpu_offload.offload(wrapper)
+        alto.set_layouts(*layouts.build(wrapper), replicas=layouts.replicas)
     if isinstance(wrapper, (AltoDistributedOptimizer, AltoFSDPOptimizer)):
         wrapper.prepare_for_alto()
 

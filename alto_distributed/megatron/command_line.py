@@ -23,8 +23,9 @@ from ..hyperparameters import LAYERWISE_MODES
 from ..kernels import KERNELS
 from ..param_groups import EMBEDDING_RULES
 from ..states import DTYPES
-from . import monitor, precision_aware
+from . import cpu_offload, monitor, precision_aware
 from .config import LAMB, NAME, NAMES, AltoOptimizerConfig
+from .refuse import refuse_arguments
 
 #: Flag -> the field of AltoOptimizerConfig that it sets, what argparse should know, and what it means.
 _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -36,7 +37,8 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "--alto-betas": (
         "alto_betas",
         {"type": float, "nargs": 3, "metavar": ("BETA1", "BETA2", "BETA3")},
-        "decay of the acceleration, of the first and of the second moment; Adam's two are the last two",
+        "decay of the acceleration, of the first and of the second moment; Adam's two are the last two (default: 0.99 "
+        "0.9 0.99, with lamb 0.99 0.9 0.999)",
     ),
     "--alto-eps": (
         "alto_eps",
@@ -51,7 +53,7 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "--alto-trust-clip": (
         "alto_trust_clip",
         {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")},
-        "limits of the layer-wise ratio",
+        "limits of the layer-wise ratio, which has none without it",
     ),
     "--alto-vector-lr": (
         "alto_vector_lr",
@@ -151,7 +153,7 @@ def _add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argum
     )
     for flag, (field, options, meaning) in _FLAGS.items():
         default = getattr(AltoOptimizerConfig, field)
-        if not isinstance(default, bool):
+        if default is not None and not isinstance(default, bool):
             meaning = f"{meaning} (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         # Suppressed: a flag that was not given leaves no trace, so other optimizers' arguments are what they were.
         group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=meaning, **options)
@@ -188,6 +190,8 @@ def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
     _refuse_flags_of_another_optimizer(args)
     if args.optimizer not in NAMES:
         return original(args, *rest, **kwargs)
+    cpu_offload.check_arguments(args)
+    refuse_arguments(args)
     # Before the minutes that it takes to build a large model.
     AltoOptimizerConfig(optimizer=args.optimizer, **_given(args))
     with _masked_as_adam(args):
@@ -226,7 +230,7 @@ def _training_log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     result = original(*args, **kwargs)
     iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
     training = sys.modules["megatron.training.training"]
-    found = (getattr(training, f"get_{name}_writer", None) for name in ("tensorboard", "wandb"))
+    found = (getattr(training, "get_tensorboard_writer", None), getattr(training, "get_wandb_writer", None))
     monitor.show(iteration, [get() for get in found if get is not None])
     return result
 

@@ -12,6 +12,8 @@ from megatron.core.optimizer import OptimizerConfig
 from ..diagnostics import Diagnostics
 from ..hyperparameters import DEFAULT_LR, Hyperparameters
 from ..kernels import check_kernel
+from ..lamb import DEFAULT_BETAS as LAMB_BETAS
+from ..lamb import as_altos
 from ..param_groups import check_embeddings
 from ..states import STATE_DTYPES, check_dtype
 from . import precision_aware
@@ -39,11 +41,12 @@ class AltoOptimizerConfig(OptimizerConfig):
     alto_alpha: float = Hyperparameters.alpha
     """Weight of the acceleration, ``|alpha| < 1/(1 - beta1)``. 0 is LAMB, and needs no third state."""
 
-    alto_betas: tuple[float, float, float] = Hyperparameters.betas
-    """Decays of the acceleration, the first and the second moment."""
+    alto_betas: tuple[float, float, float] | None = None
+    """Decays of the acceleration, the first and the second moment. None is (0.99, 0.9, 0.99), and for LAMB, which has
+    no acceleration, 0.9 and 0.999."""
 
     alto_eps: float | tuple[float, float, float] = Hyperparameters.eps[0]
-    """eps1, or the paper's (eps1, eps2, eps3)."""
+    """eps1, or the paper's (eps1, eps2, eps3). With eps1 alone, LAMB has no others."""
 
     alto_layerwise: str = Hyperparameters.layerwise
     """Which parameters get the layer-wise ratio: "decayed" (all but those with ``wd_mult`` 0: biases and
@@ -126,7 +129,10 @@ def of(config: OptimizerConfig, name: str) -> Any:
         return 0.0
     if name in STATE_DTYPES and precision_aware.asks_for_bf16(config, name):
         return "bfloat16"
-    return getattr(config, f"alto_{name}", getattr(AltoOptimizerConfig, f"alto_{name}"))
+    value = getattr(config, f"alto_{name}", getattr(AltoOptimizerConfig, f"alto_{name}"))
+    if name == "betas" and value is None:
+        value = LAMB_BETAS if is_lamb(config) else Hyperparameters.betas
+    return as_altos({name: value})[name] if is_lamb(config) and name in ("betas", "eps", "layerwise") else value
 
 
 def is_lamb(config: OptimizerConfig) -> bool:
@@ -159,3 +165,9 @@ def warn_of_adams(config: OptimizerConfig) -> None:
         if getattr(config, name) != getattr(OptimizerConfig, name):
             ours = "alto_eps" if name == "adam_eps" else "alto_betas"
             warnings.warn(f"{name}={getattr(config, name)} has no effect on ALTO, which has {ours}", stacklevel=4)
+    if config.use_precision_aware_optimizer and config.bf16 and getattr(config, "store_param_remainders", False):
+        warnings.warn(
+            "store_param_remainders has no effect on ALTO, which keeps float32 weights whole: 2 bytes a parameter more "
+            "than bf16 weights with 16-bit remainders. Set it to False to leave this warning out",
+            stacklevel=4,
+        )

@@ -26,7 +26,8 @@ from .layout import main_parameters
 from .param_gather import WARNING, finish_param_gather, is_outstanding
 from .versions import STATE_KEYS_ARE_A_PROPERTY
 
-_PARAM = "param"
+#: Megatron's name for the weights among the states of a parameter.
+PARAM = "param"
 
 
 class AltoDistributedOptimizer(DistributedOptimizer):
@@ -71,11 +72,11 @@ class AltoDistributedOptimizer(DistributedOptimizer):
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
         shard = self._alto_shards[model_param]
         state = self.optimizer.state[shard]
-        return {_PARAM: shard, **{key: state[key] for key in self.optimizer_state_keys}}
+        return {PARAM: shard, **{key: state[key] for key in self.optimizer_state_keys}}
 
     @torch.no_grad()  # shards of float32 parameters are views of them
     def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        missing = [key for key in (_PARAM, *self.optimizer_state_keys) if key not in tensors]
+        missing = [key for key in (PARAM, *self.optimizer_state_keys) if key not in tensors]
         if missing:
             raise ValueError(
                 f"the checkpoint has no {', '.join(map(repr, missing))} for a parameter of shape "
@@ -105,11 +106,6 @@ class AltoDistributedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._alto_describing:
             return  # Megatron allocates states this way; they are
-        if "optimizer" not in state_dict:
-            raise ValueError(
-                "the checkpoint is of another number of optimizers: Megatron has a second one for experts while they "
-                "are spread over ranks; load it with the expert parallelism that was saved"
-            )
         self.optimizer.initialize_state()
         inner = state_dict["optimizer"]
         inner["param_groups"] = take_over(inner["param_groups"], self.optimizer.param_groups, self._adopts)
@@ -118,7 +114,7 @@ class AltoDistributedOptimizer(DistributedOptimizer):
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 state = self.optimizer.state[param]
-                state[states.STEP] = torch.tensor(float(group[states.STEP]))  # one of its own: it is counted in place
+                state[states.STEP] = states.new_step() + float(group[states.STEP])  # its own: counted in place
                 if self._adopts:
                     state[states.GRAD_EMA].zero_()
 
@@ -179,7 +175,7 @@ def _refuse_incomplete(state_dict: Any, keys: tuple[str, ...], adopts: bool) -> 
         if not isinstance(by_dtype, dict):
             continue  # a remark of Megatron's on the format
         for tensors in by_dtype.values():
-            missing = [key for key in (_PARAM, *keys) if key not in tensors]
+            missing = [key for key in (PARAM, *keys) if key not in tensors]
             if missing:
                 raise ValueError(
                     f"buffer {index} of the checkpoint has no {', '.join(map(repr, missing))}; a run resumed from it "

@@ -1,16 +1,21 @@
-"""Parameters that hold all experts of a rank. Each expert is a parameter of its own to ALTO.
+"""What Megatron's modules of experts do not say of their parameters.
 
-The experts lie one after the other in memory:
+A parameter may hold all experts of a rank. Each expert is a parameter of its own to ALTO. The experts lie one after the
+other in memory:
 
     module                                     parameter        its shape, with E experts on this rank
     GroupedMLP (up to 0.16)                    weight1          (hidden, E * ffn), read as (E, hidden, ffn)
                                                weight2          (E * ffn, hidden), read as (E, ffn, hidden)
     TEGroupedLinear (from 0.18 on), with       weight, bias     (E, ...)
     single_grouped_weight, single_grouped_bias
+
+A parameter may be cut over the experts' tensor-parallel ranks and not say ``tensor_model_parallel``. Those of
+TEGroupedLinear do not, with a megatron-core before 0.19 and TransformerEngine 2.13 or later.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +26,12 @@ _GROUPED_MLP = {"weight1": 1, "weight2": 0}
 
 #: Parameters of TEGroupedLinear -> the attribute that says that they hold all experts.
 _SINGLE_GROUPED = {"weight": "single_grouped_weight", "bias": "single_grouped_bias"}
+
+#: Classes of grouped linear layers -> the names of their parameters that tensor parallelism cuts.
+_CUT = {
+    "TEColumnParallelGroupedLinear": re.compile(r"(weight|bias)\d*"),
+    "TERowParallelGroupedLinear": re.compile(r"weight\d*"),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,15 @@ class PackedExperts:
 def packed_experts(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, PackedExperts]:
     """The parameters of a model that hold several experts."""
     return {param: packed for chunk in model_chunks for module in chunk.modules() for param, packed in _in(module)}
+
+
+def cut_experts(model_chunks: Sequence[torch.nn.Module]) -> set[torch.Tensor]:
+    """The parameters of grouped linear layers that are cut where there is tensor parallelism of experts."""
+    found: set[torch.Tensor] = set()
+    for module in (module for chunk in model_chunks for module in chunk.modules()):
+        for names in (_CUT[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _CUT):
+            found.update(p for name, p in module.named_parameters(recurse=False) if names.fullmatch(name))
+    return found
 
 
 def _in(module: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedExperts]]:

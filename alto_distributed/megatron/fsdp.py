@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,16 +45,36 @@ class AltoFSDPOptimizer(DistributedOptimizer):
                 "ALTO under Megatron: alto_adopt does not read checkpoints of Megatron-FSDP; start with the weights "
                 "alone (--finetune, or --no-load-optim, without --alto-adopt)"
             )
+        if self.ddp_config.data_parallel_sharding_strategy == "no_shard" and self.config.clip_grad > 0:
+            warnings.warn(
+                "with data_parallel_sharding_strategy no_shard, Megatron-FSDP clips by a gradient norm that counts the "
+                "gradients of every data-parallel rank (measured in megatron-core 0.16.1). Set another "
+                "strategy (--data-parallel-sharding-strategy optim_grads_params), or clip_grad=0 (--clip-grad 0)",
+                stacklevel=5,
+            )
         # At once: a rank whose piece of a parameter is empty would save no states of it, and the others wait for it.
         self.optimizer.initialize_state()
         _split_third_state()
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Megatron has None where this rank's piece is empty, which would stand for no gradient at all."""
+        self._refuse_unsummed_gradients()
         super()._copy_model_grads_to_main_grads()
         for param in self.get_parameters():
             if param.grad is None and dtensor.local(param).numel() == 0:
                 param.grad = torch.zeros_like(param)
+
+    def _refuse_unsummed_gradients(self) -> None:
+        """Several optimizer instances (HSDP): Megatron-FSDP adds up their gradients at the last microbatch, if it was
+        told which one that is."""
+        for fsdp in (chunk.module for chunk in self.model_chunks):
+            told = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
+            if fsdp.dist_index.use_hybrid_fsdp and not told:
+                raise ValueError(
+                    "ALTO under Megatron: Megatron-FSDP has not added up the gradients of its optimizer instances "
+                    "(num_distributed_optimizer_instances above 1), which then train apart, with any optimizer. Set "
+                    "--overlap-grad-reduce, or config.no_sync_func = model.no_sync in a script of your own"
+                )
 
     # -- checkpoints ----------------------------------------------------------------------------------
 

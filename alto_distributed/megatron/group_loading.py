@@ -18,6 +18,9 @@ _FIXED = ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip",
 #: What the scheduler makes the rate and the decay of a group from. Since 0.19 Megatron pairs groups by these too.
 _SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
+#: Whether a group is of experts that are spread over ranks.
+_EXPERTS = "is_expert_parallel"
+
 #: One of the values by which Megatron pairs groups, lent for :func:`disambiguated`.
 _LENT = "is_decoupled_lr"
 
@@ -115,6 +118,33 @@ def _counterparts(saved: Sequence[Mapping[str, Any]], current: Sequence[dict[str
         found.append(alike[0])
         waiting = [mine for mine in waiting if mine is not alike[0]]
     return None if waiting else found
+
+
+def regrouped(saved: Sequence[dict[str, Any]], current: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A saved group for each current one, whether it held experts or not.
+
+    Args:
+        saved: groups of all optimizers of the run that saved.
+        current: the groups of one optimizer of this run.
+
+    Raises:
+        ValueError: none fits, or several that go on differently.
+    """
+    found = []
+    for mine in current:
+        same = [group for group in saved if _identity(group, _SCHEDULE) == _identity(mine, _SCHEDULE)]
+        without = (*_SCHEDULE, _EXPERTS)
+        same = same or [group for group in saved if _identity(group, without) == _identity(mine, without)]
+        same = [group for group in same if all(group.get(key) == mine.get(key) for key in _SCHEDULE)] or same
+        values = {repr({**group, "params": None, _EXPERTS: None}) for group in same}
+        if len(values) != 1:
+            raise ValueError(
+                f"the checkpoint has {len(values)} groups for this run's {_identity(mine)} "
+                f"({', '.join(param_group_identifier_keys)}), at another expert parallelism; load it with the expert "
+                "parallelism and the overrides of the learning rate (--decoupled-lr) that were saved"
+            )
+        found.append({**same[0], _EXPERTS: mine[_EXPERTS]})
+    return found
 
 
 @contextmanager

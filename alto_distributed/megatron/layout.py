@@ -7,14 +7,14 @@
 
 Experts that share a parameter (:mod:`.experts`) have a segment each.
 
-TP only for parameters that say ``tensor_model_parallel``; experts have a tensor-parallel group of their
-own. The wrapper's data-parallel group covers context parallelism, is confined to one optimizer instance,
-and for experts is theirs: all as the buffers were cut.
+TP only for parameters that say ``tensor_model_parallel``, and for experts of which :mod:`.experts` knows it. Experts
+have a tensor-parallel group of their own. The wrapper's data-parallel group covers context parallelism, is confined to
+one optimizer instance, and for experts is theirs: all as the buffers were cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from ..sharding import LogicalParameter, Segment, ShardLayout
 from ..sharding.collective import everyone
 from ..sharding.proof import ModelWeight, require_proved
-from .experts import packed_experts
+from .experts import cut_experts, packed_experts
 from .versions import missing
 
 _FIELDS = (
@@ -44,6 +44,7 @@ class LayoutBuilder:
             on all ranks of a data-parallel or tensor-parallel group, which share a pipeline stage.
         process_groups: the ``ProcessGroupCollection`` that was given to Megatron, if any.
         without_ratio: parameters that go without the layer-wise ratio whatever their groups say.
+        quantized: weights of parameters in fp8, from before they were quantized.
     """
 
     def __init__(
@@ -51,16 +52,20 @@ class LayoutBuilder:
         model_chunks: Sequence[torch.nn.Module],
         process_groups: Any = None,
         without_ratio: Iterable[torch.Tensor] = (),
+        quantized: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
+        self._quantized = quantized or {}
         self._without_ratio = {id(param) for param in without_ratio}
         self.names: dict[torch.Tensor, str] = {
             param: f"{i}.{name}" for i, chunk in enumerate(model_chunks) for name, param in chunk.named_parameters()
         }
-        self._experts = packed_experts(model_chunks)
+        self._experts, self._cut_experts = packed_experts(model_chunks), cut_experts(model_chunks)
         # A collection may be of some ranks of the job only, and nobody says which.
         self._checked_with = everyone() if process_groups is None else None
         self.tensor_parallel = _group(process_groups, "tp", parallel_state.get_tensor_model_parallel_group)
         self.expert_tensor_parallel = _group(process_groups, "expt_tp", parallel_state.get_expert_tensor_parallel_group)
+        self.replicas = None if process_groups is not None else [_pipeline_stage()]
+        """Of all ranks that have the same parameters, or pieces of them; None if they are not known."""
 
     def build(self, wrapper: Any) -> tuple[dict[torch.Tensor, ShardLayout], list[LogicalParameter]]:
         """Layouts of a wrapper's tensors, verified, and the parameters it joins in without holding a piece.
@@ -107,7 +112,8 @@ class LayoutBuilder:
     def _pieces(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
         """The elements of each logical parameter in one of the model."""
         packed = self._experts.get(param)
-        return [param] if packed is None else list(param.detach().reshape(packed.count, -1))
+        weights = self._quantized.get(param, param)
+        return [weights] if packed is None else list(weights.detach().reshape(packed.count, -1))
 
     def _logicals(self, param: torch.Tensor, *shard_groups: Any) -> list[LogicalParameter]:
         """What one parameter of the model holds, end to end: itself, or several experts."""
@@ -115,7 +121,8 @@ class LayoutBuilder:
         tensor_parallel = self.expert_tensor_parallel if is_expert else self.tensor_parallel
         packed = self._experts.get(param)
         shape, groups = list(param.shape if packed is None else packed.shape(param.shape)), list(shard_groups)
-        if getattr(param, "tensor_model_parallel", False) and tensor_parallel is not None:
+        cut = getattr(param, "tensor_model_parallel", False) or param in self._cut_experts
+        if cut and tensor_parallel is not None:
             groups.append(tensor_parallel)
             if shape:
                 dim = max(getattr(param, "partition_dim", 0), 0)
@@ -164,6 +171,10 @@ def main_parameters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     for of_model, of_optimizer in pairs:
         for model_params, tensors in zip(of_model, of_optimizer, strict=True):
             yield from zip(model_params, tensors, strict=True)
+
+
+def _pipeline_stage() -> Any:
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def _group(process_groups: Any, name: str, usual: Any) -> Any:

@@ -34,8 +34,7 @@ def _asking(wrapper: Any, prepare_grads: Callable[[], bool]) -> Callable[[], boo
     @torch.no_grad()
     def prepare() -> bool:
         found = bool(prepare_grads())
-        groups = [] if wrapper.optimizer is None else wrapper.optimizer.param_groups
-        gradients = (local(p.grad) for group in groups for p in group["params"] if p.grad is not None)
+        gradients = (local(p.grad) for p in wrapper.get_parameters() if p.grad is not None)
         flag = flag_over(everyone(wrapper.get_grad_stats_parallel_group()), gradients)
         return found or bool(flag.item())
 

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from ..param_groups import know_embedding
 from .build import build
 from .config import NAMES
+from .other_optimizers import refuse_altos_checkpoints
 from .precision_aware import accept_in_plain_configs
 from .versions import check_version
 
@@ -38,7 +39,7 @@ def register() -> None:
         bound = signature.bind(*args, **kwargs)
         if str(bound.arguments["config"].optimizer).lower() in NAMES:
             return build(original, bound)
-        return original(*args, **kwargs)
+        return refuse_altos_checkpoints(original(*args, **kwargs))
 
     get_megatron_optimizer.knows_alto = True  # type: ignore[attr-defined]
     # "from megatron.core.optimizer import get_megatron_optimizer" may have been run before we came.

@@ -64,7 +64,7 @@ def _make_altos(wrapper: Any, saved: dict[str, Any]) -> None:
             if state is None:
                 continue
             # Megatron saves no step before the first; Adams of TransformerEngine and Apex count in the group.
-            state.setdefault(states.STEP, torch.tensor(step))
+            state.setdefault(states.STEP, states.new_step() + step)
             step = float(state[states.STEP])
             if adopt:
                 state[states.GRAD_EMA] = torch.zeros_like(state[states.EXP_AVG])

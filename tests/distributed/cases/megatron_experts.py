@@ -36,7 +36,7 @@ from alto_distributed.megatron import diagnostics
 EXPERTS, STEPS = 4, 4
 # One vector beside them, so that the border between two ranks is not one between experts.
 JOB = Job(layers=1, experts=EXPERTS, clip=0.0, layerwise="matrices", trained="final_layernorm.weight")
-OUT, IN = 6, 10
+OUT, IN = 8, 10
 
 
 class SingleGrouped(nn.Module):
@@ -47,8 +47,30 @@ class SingleGrouped(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.num_gemms = EXPERTS // config.expert_model_parallel_size
-        self.weight = nn.Parameter(torch.empty(self.num_gemms, OUT, IN))
+        self.weight = nn.Parameter(torch.empty(self.num_gemms, OUT // config.expert_tensor_parallel_size, IN))
         self.weight.allreduce = config.expert_model_parallel_size == 1
+        # By which TransformerEngine counts the dimensions of an expert.
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+
+
+class TEGroupedLinear(nn.Module):
+    """As Megatron has it up to 0.18: a weight for each expert, which TransformerEngine 2.13 and later do not mark."""
+
+    def __init__(self, config):
+        super().__init__()
+        for i in range(EXPERTS // config.expert_model_parallel_size):
+            for name, shape in (("weight", (OUT // config.expert_tensor_parallel_size, IN)), ("bias", (OUT,))):
+                param = nn.Parameter(torch.empty(shape))
+                param.allreduce = config.expert_model_parallel_size == 1
+                self.register_parameter(f"{name}{i}", param)
+
+
+class TEColumnParallelGroupedLinear(TEGroupedLinear):
+    """Biases are cut like weights."""
+
+
+class TERowParallelGroupedLinear(TEGroupedLinear):
+    """Biases are not cut."""
 
 
 def grouped_mlp(config):
@@ -119,18 +141,26 @@ def case_each_of_four_ranks_has_an_expert(setting):
     check(setting, Layout(expert=4), True)
 
 
-@worlds(4)
-def case_experts_of_grouped_mlp_over_tensor_parallelism():
-    """Of an expert, each rank has some of the columns of the first weight: norms are those of all columns."""
-    layout = Layout(tensor=2, expert=2, expert_tensor=2)
+CUT = {**MODULES, "columns": TEColumnParallelGroupedLinear, "rows": TERowParallelGroupedLinear}
+
+
+@worlds(2, 4)
+@each(CUT)
+def case_experts_over_tensor_parallelism(setting):
+    """Norms are those of whole experts, of which each rank has a part. On four ranks they have groups of their own."""
+    layout = Layout(tensor=2) if dist.get_world_size() == 2 else Layout(expert=2, expert_tensor=2)
     with parallel(layout):
-        engine, packed = trained(grouped_mlp, layout, True, steps=1)
+        engine, packed = trained(setting, layout, True, steps=1)
         readings = {name: reading for name, reading in diagnostics(engine.optimizer).items() if "packed" in name}
-        assert len(readings) == 2 * EXPERTS // 2
+        several = setting in MODULES.values()
+        assert len(readings) == len(packed) * (EXPERTS // layout.expert if several else 1)
         for name, reading in readings.items():
-            label, number = name.removeprefix("0.module.packed.").split(", expert ")
-            n = packed[label].numel() // 2
-            norm = 2**0.5 * numbers("weights", label, int(number), n).norm().item()  # both ranks have the same numbers
+            label, _, number = name.removeprefix("0.module.packed.").partition(", expert ")
+            p = packed[label]
+            numbered = [(expert, part.numel()) for expert, part in parts(label, p) if number in ("", str(expert))]
+            here = torch.cat([numbers("weights", label, expert, numel) for expert, numel in numbered])
+            whole = "bias" in label and setting is TERowParallelGroupedLinear
+            norm = (1 if whole else 2**0.5) * here.norm().item()  # both ranks have the same numbers
             assert abs(reading.param_norm - norm) <= 1e-6 * norm, (name, reading.param_norm, norm)
 
 

@@ -88,3 +88,35 @@ def case_a_rank_without_gradients_makes_its_flag_on_the_device():
         # One value is read: the flag.
         assert all(counts == {"read": 1} for counts in counted), (dist.get_rank(), counted)
         assert {p.device for _, p in engine.named_parameters()} == {devices.here()}
+
+
+AWAY = {"bf16": (BF16, True), "float32": (Job(steps=5), True), "bf16, replicated": (BF16, False)}
+
+
+@worlds(2)
+@each(AWAY)
+def case_states_that_reinforcement_learning_moves_to_the_host(setting):
+    """By Megatron's own offload_to_cpu() and restore_from_cpu(), between two steps."""
+    job, distributed = setting
+    with parallel(Layout()):
+        expected = Megatron(job, Layout(), distributed=distributed).train()
+        engine = Megatron(job, Layout(), distributed=distributed).train(STEADY)
+        inner = engine.wrappers[0].optimizer
+        held = [*inner.state, *(tensor for state in inner.state.values() for tensor in state.values())]
+        assert any(tensor.device == devices.here() for tensor in held)
+        engine.optimizer.offload_to_cpu()
+        held = [*inner.state, *(tensor for state in inner.state.values() for tensor in state.values())]
+        assert all(tensor.is_cpu for tensor in held)
+        engine.optimizer.restore_from_cpu()
+        with steps_watched(engine) as seen:
+            for step in range(STEADY, job.steps):
+                engine.step(step)
+        assert not any(counts for _, counts in seen[STEADY:]), seen
+        weights = dict(expected.named_parameters())
+        for name, p in engine.named_parameters():
+            assert torch.equal(p, weights[name]), name
+        for key in ("exp_avg", "exp_avg_sq", "grad_ema"):
+            got, wanted = (one.gathered(lambda inner, p, key=key: inner.state[p][key]) for one in (engine, expected))
+            for name, value in wanted.items():
+                assert torch.equal(got[name], value), (name, key)
+        assert {int(state["step"]) for state in inner.state.values()} == {job.steps}

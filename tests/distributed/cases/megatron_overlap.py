@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.cases import each, some, worlds
+from tests.helpers.cases import some, worlds
 
 from .megatron_checkpoints import (
     AFTER,
@@ -96,7 +96,7 @@ def case_a_save_gathers_first(directory, label, setting):
 
 
 @worlds(2)
-@each({"one": ONE, "several": SEVERAL})
+@some({"one": ONE, "several": SEVERAL})
 def case_a_gather_that_is_under_way_is_waited_for(setting):
     """As a pipeline's schedule starts it."""
     with engine_for(setting) as engine:
@@ -151,11 +151,11 @@ def run_of(optimizer="alto", precision="bf16", dropout=0.1, **layout):
 
 
 @contextlib.contextmanager
-def programs_groups(tensor_parallel=1):
+def programs_groups(tensor_parallel=1, pipeline_parallel=1):
     """Process groups as the program makes them, with gloo's."""
     before = megatron_gpt._parallel_state()
     vars(parallel_state).update(megatron_gpt._NO_GROUPS)
-    parallel_state.initialize_model_parallel(tensor_parallel)
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
     try:
         yield
     finally:
@@ -180,7 +180,7 @@ def weights(engine):
 
 
 @worlds(2)
-@each(kind=("fully_reshardable", "dp_reshardable"))
+@some(kind=("fully_reshardable", "dp_reshardable"))
 def case_the_program_saves_and_loads_weights_of_one_step(directory, kind):
     assert run_of().megatron.overlap, "the default"
     with programs_groups():

@@ -29,7 +29,7 @@ def both_copies_are_equal(engine):
 
 
 @worlds(2, 4)
-@each({"PP": True, "PP, replicated": False})
+@some({"PP": True, "PP, replicated": False})
 def case_pipeline_with_tied_embedding(label, setting):
     """On four ranks, each stage is data parallel."""
     check_parity(label, Job(), Layout(pipeline=2), distributed=setting, then=both_copies_are_equal)
@@ -46,16 +46,16 @@ PIPELINES = {
 
 
 @worlds(2)
-@each(PIPELINES)
+@some(PIPELINES)
 def case_pipeline_variants(label, setting):
     job, layout, options = setting
     check_parity(label, job, layout, **options)
 
 
-@worlds(2, 4)
+@worlds(4)
 def case_param_gather_overlaps_the_step_of_the_next_chunk():
-    """Megatron then has an optimizer for each virtual stage. On four ranks, each stage is data parallel."""
-    job = Job(layers=4, clip=0.0)  # the global norm would be summed in another order
+    """Megatron then has an optimizer for each virtual stage. On fewer ranks no stage would be data parallel."""
+    job = Job(layers=4, clip=0.0, steps=2)  # clip: the global norm would be summed in another order
     layout = Layout(pipeline=2, virtual=2)
     ends = []
     for overlapped in (False, True):
@@ -63,6 +63,7 @@ def case_param_gather_overlaps_the_step_of_the_next_chunk():
         with parallel(layout):
             engine = Megatron(job, layout, overlap=True, optimizer=config)
             engine.assert_straddles()
+            assert all(wrapper.data_parallel_group.size() == 2 for wrapper in engine.wrappers)
             engine.train()
             assert len(engine.wrappers) == 1 + overlapped
             engine.synchronize()
@@ -158,3 +159,39 @@ NORMS = {
 def case_no_expert_is_summed_with_another(setting):
     """Experts of different ranks share names there, and must not share norms; nor are replicas summed."""
     check_norms(EXPERTS, setting)
+
+
+MODERN = Job(layers=1, experts=4, modern_router=True, steps=4)
+
+
+@worlds(2, exhaustive=[4])
+def case_a_shared_expert_and_a_router_with_bias():
+    shared_expert_over(2)
+
+
+@worlds(exhaustive=[4])
+def case_a_shared_expert_beside_one_expert_a_rank():
+    shared_expert_over(4)
+
+
+def shared_expert_over(size):
+    """As without expert parallelism: each expert has its ratio, wherever it is."""
+    with parallel(Layout()):
+        engine = Megatron(MODERN, Layout()).train()
+        expected = {name: p.detach().clone() for name, p in engine.named_parameters()}
+        bias = router_bias(engine)
+    assert any("shared_experts" in name for name in expected)
+    layout = Layout(expert=size)
+    with parallel(layout):
+        engine = Megatron(MODERN, layout).train()
+        experts_are_apart(engine)
+        assert torch.equal(router_bias(engine), bias)
+        assert bias.any()  # it has moved
+        for name, p in engine.named_parameters():
+            gap = (p.detach() - expected[name]).abs().max() / expected[name].abs().max()
+            assert gap <= 1e-6, (name, gap)
+
+
+def router_bias(engine):
+    (found,) = [module.expert_bias for module in engine.chunks[0].modules() if hasattr(module, "expert_bias")]
+    return found.detach().clone()

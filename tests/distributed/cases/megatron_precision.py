@@ -182,35 +182,6 @@ def case_sharded_is_bitwise_replicated(setting, precision):
             assert_bitwise(sharded.gathered(state(key)), replicated.gathered(state(key)), key)
 
 
-# -- offload between steps -------------------------------------------------------------------------------
-
-
-@worlds(2)
-@each(distributed=(True, False))
-def case_states_that_were_away_between_steps(distributed):
-    """Reinforcement learning moves masters and states to the host for inference, and back; other memory, same values.
-
-    The first way is Megatron's ``offload_to_cpu()`` with a copy on the CPU for one to the CPU, the second its own.
-    """
-    job = Job(precision=torch.bfloat16, steps=STEPS)
-    with parallel(Layout()):
-        expected = Megatron(job, Layout(), distributed=distributed).train()
-        engine = Megatron(job, Layout(), distributed=distributed).train(STEPS // 2)
-        for wrapper in engine.wrappers:
-            for master in wrapper.get_parameters():
-                away = master.data.clone()
-                master.data.fill_(torch.nan)
-                master.data = away
-                held = wrapper.optimizer.state[master]
-                held.update({key: value.clone() for key, value in held.items()})
-        engine.optimizer.restore_from_cpu()
-        for step in range(STEPS // 2, STEPS):
-            engine.step(step)
-        assert_bitwise(engine.gathered(), expected.gathered(), "weights")
-        for key in ALTO.state_keys:
-            assert_bitwise(engine.gathered(state(key)), expected.gathered(state(key)), key)
-
-
 # -- overflow ------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from tests.helpers.megatron_gpt import (  # it imports Megatron first, then ALTO
 )
 
 # isort: split
-import megatron.core
+
 from megatron.core import fp8_utils, parallel_state
 from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -224,8 +224,8 @@ def case_hyperparameters_are_checked_again_when_the_optimizer_is_built():
 
 
 FEATURES = {
-    "optimizer_cpu_offload": r"between Adam on the CPU and Adam on the GPU; leave out --optimizer-cpu-offload",
-    "reuse_grad_buf_for_mxfp8_param_ag": r"fp8 have not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
+    "optimizer_cpu_offload": r"needs use_distributed_optimizer=True \(--use-distributed-optimizer\)",
+    "reuse_grad_buf_for_mxfp8_param_ag": r"has not been tested; leave out --reuse-grad-buf-for-mxfp8-param-ag",
     # Of main; in 0.16.1 only an attribute.
     "optimizer_cuda_graph": r"captures Adam's step; leave out --optimizer-cuda-graph",
     "use_layer_wise_distributed_optimizer": r"layer-wise distributed optimizer .*--use-distributed-optimizer",
@@ -236,6 +236,12 @@ FEATURES = {
 @each(FEATURES)
 def case_features_of_megatron(label, setting):
     refused(setting, with_attribute(label, True))
+
+
+@worlds(1)
+def case_offload_of_more_than_there_is():
+    given = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5, "use_distributed_optimizer": True}
+    refused(r"optimizer_offload_fraction=1.5 is not the share.*between 0 and 1", AltoOptimizerConfig(**given))
 
 
 @worlds(1)
@@ -284,16 +290,60 @@ def case_what_was_meant_for_adam_is_said_to_have_no_effect(label, setting):
     assert ours_alone.filename == __file__, "it points at the caller"
 
 
+@worlds(1)
+def case_remainders_of_weights_are_said_to_have_no_effect():
+    aware = AltoOptimizerConfig(bf16=True, **AWARE)
+    with pytest.warns(UserWarning, match=r"store_param_remainders has no effect on ALTO.*2 bytes a parameter more"):
+        optimizer_of(aware)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer_of(dataclasses.replace(aware, store_param_remainders=False))
+        optimizer_of(AltoOptimizerConfig(bf16=True))
+    assert not [w for w in said if "remainders" in str(w.message)]
+
+
 # -- the model -----------------------------------------------------------------------------------------
 
 
-@worlds(1)
-def case_torchs_fsdp():
-    class TorchFullyShardedDataParallel(nn.Linear):
-        """Goes by the name of Megatron's wrapper for torch's FSDP2, which needs a GPU."""
+class TorchFullyShardedDataParallel(nn.Linear):
+    """Goes by the name of Megatron's wrapper for torch's FSDP2, which needs a GPU."""
 
-    message = r"torch's FSDP2 inside Megatron has not been tested; use Megatron-FSDP \(--use-megatron-fsdp\) or"
-    refused(message, AltoOptimizerConfig(), TorchFullyShardedDataParallel(2, 2))
+
+class FullyShardedDataParallelV2(nn.Linear):
+    """Goes by the name of version 2 of Megatron-FSDP, which is in main alone."""
+
+    ddp_config = DistributedDataParallelConfig(use_megatron_fsdp=True)
+
+
+WRAPPERS = {
+    "torch": (
+        TorchFullyShardedDataParallel,
+        r"torch's FSDP2 inside Megatron has not been tested; use Megatron-FSDP \(--use-megatron-fsdp\) or",
+    ),
+    "version 2 of Megatron's": (
+        FullyShardedDataParallelV2,
+        r"version 2 of Megatron-FSDP has not been tested; set ddp_config.megatron_fsdp_version=1 \(--megatron-fsdp-v",
+    ),
+}
+
+
+@worlds(1)
+@each(WRAPPERS)
+def case_fsdp_of_other_kinds(setting):
+    wrapper, message = setting
+    refused(message, AltoOptimizerConfig(), wrapper(2, 2))
+
+
+@worlds(1)
+@each(where=("model", "ddp_config"))
+def case_parameters_in_fp4(where):
+    message = r"in fp4 \(fp4_param\) have not been tested; leave out --fp4-param-gather"
+    chunk = model()
+    if where == "model":
+        chunk.config.fp4_param = True
+    else:
+        chunk.ddp_config.fp4_param_gather = True
+    refused(message, AltoOptimizerConfig(), chunk)
 
 
 @worlds(1)
@@ -309,6 +359,14 @@ def case_experts_packed_into_one_tensor():
         patch.setattr(chunk.ddp_config, "use_megatron_fsdp", True)
         message = r"experts that share a parameter would share a layer-wise ratio; leave out --moe-use-legacy-grouped-g"
         refused(message, AltoOptimizerConfig(use_distributed_optimizer=True), chunk)
+
+
+@worlds(1)
+def case_expert_parallelism_under_fsdp():
+    chunk = model()
+    chunk.config.expert_model_parallel_size, chunk.ddp_config.use_megatron_fsdp = 2, True
+    message = r"expert_model_parallel_size=2 has not been tested with Megatron-FSDP; set it to 1 \(--expert-model-para"
+    refused(message, AltoOptimizerConfig(use_distributed_optimizer=True), chunk)
 
 
 @worlds(1)
@@ -331,8 +389,10 @@ def case_parameters_of_other_kinds():
         optimizer_of(AltoOptimizerConfig(), bystander())  # nothing to refuse yet
         patch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
         patch.setattr(fp8_utils, "FP8_TENSOR_CLASS", Float8, raising=False)
-        message = r"module.more.weight is kept in fp8, which has not been tested; leave out --fp8-param-gather"
+        message = r"module.more.weight is kept in fp8; use the distributed optimizer .*or leave out --fp8-param-gather"
         refused(message, AltoOptimizerConfig(), chunk)
+        offload = AltoOptimizerConfig(optimizer_cpu_offload=True, use_distributed_optimizer=True)
+        refused(r"float32 weights on the GPU; leave out --fp8-param-gather or --optimizer-cpu-off", offload, chunk)
 
 
 @worlds(1)
@@ -447,7 +507,8 @@ def case_the_repair_of_padding_is_looked_for_in_the_code():
         confessed = "It will be padded with zeros which can lead to" in file.read_text()
         assert formats.allows_for_padding(code) == (not confessed), file
     installed = DistributedOptimizer.sharded_param_state_fully_reshardable.__code__
-    assert formats.allows_for_padding(installed) == (megatron.core.__version__ != "0.16.1")
+    code = code_of_method(files[0], installed.co_name)
+    assert formats.allows_for_padding(installed) == formats.allows_for_padding(code)
 
 
 def loaded(saved, config, message=None):
