@@ -35,4 +35,6 @@ if ! command -v deepspeed >/dev/null; then
     echo "there is no deepspeed: pip install 'alto-distributed[deepspeed,pretrain]'" >&2
     exit 127
 fi
+# A launcher would bury what is wrong in its own words.
+"$PY" -m alto_distributed pretrain "$@" --check --world "$world"
 exec "${command[@]}"

@@ -25,4 +25,6 @@ if ! command -v "${command[0]}" >/dev/null; then
     echo "there is no ${command[0]}: pip install 'alto-distributed[mpi]'" >&2
     exit 127
 fi
+# A launcher would bury what is wrong in its own words.
+"$PY" -m alto_distributed pretrain "$@" --check --world "$RANKS"
 exec "${command[@]}"

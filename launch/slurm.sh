@@ -9,6 +9,8 @@
 #
 #   GPUS=8       processes on each node (default: what Slurm gave)
 #   PORT=29500   where the first node listens
+#   IMAGE=...    run in this container, by pyxis and enroot: registry/name:tag or a .sqsh file
+#   MOUNTS=...   what it sees of the host: from:to,from:to (default: this directory, under its own name)
 #   DRY_RUN=1    print the command, the batch arithmetic and the memory, and stop (also outside Slurm)
 #SBATCH --job-name=alto
 #SBATCH --ntasks-per-node=1
@@ -27,11 +29,22 @@ if command -v scontrol >/dev/null && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
 else
     first=localhost
 fi
+# Python is the container's.
+inside=()
+if [ -n "${IMAGE:-}" ]; then
+    inside=(--container-image "$IMAGE" --container-mounts "${MOUNTS:-$PWD:$PWD}" --container-workdir "$PWD")
+fi
+# A launcher would bury what is wrong in its own words, and end with 1.
+checking=("$PY" -m alto_distributed pretrain "$@" --check --world $((NODES * GPUS)))
+if [ -n "${IMAGE:-}" ]; then
+    checking=(srun --nodes 1 --ntasks 1 "${inside[@]}" "${checking[@]}")
+fi
 ignoring=(bash -c 'trap "" USR1; exec "$@"' ignoring)
-command=(srun "${ignoring[@]}" "$PY" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS" --rdzv-backend c10d
+command=(srun ${inside[@]+"${inside[@]}"} "${ignoring[@]}" "$PY" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS" --rdzv-backend c10d
     --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "${SLURM_JOB_ID:-0}" -m alto_distributed pretrain "$@")
 if [ -n "${DRY_RUN:-}" ]; then
     printf '%q ' "${command[@]}" && echo
     exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world $((NODES * GPUS))
 fi
+"${checking[@]}"
 exec "${command[@]}"

@@ -22,10 +22,19 @@ RUN=${RUN:-runs/tiny-$(date +%Y%m%d-%H%M%S)}
 prepare=("$PY" -m alto_distributed prepare --output data/stdlib --tokenizer bpe --vocabulary 1024)
 train=("$PY" -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-2}"
     -m alto_distributed pretrain --config configs/gpt2-tiny.yaml --into "$RUN" "$@")
+# torchrun would bury what is wrong in its own words, and end with 1. The first command makes the data, so it is no
+# error here that there are none.
+check=("$PY" -m alto_distributed pretrain --config configs/gpt2-tiny.yaml --into "$RUN" "$@" --world "${RANKS:-2}")
+[ -z "${DRY_RUN:-}" ] && check+=(--check) || check+=(--dry-run)
+said=$("${check[@]}" 2>&1) || case $said in
+*"holds no prepared data"*) ;;
+*) status=$? && echo "$said" >&2 && exit "$status" ;;
+esac
 if [ -n "${DRY_RUN:-}" ]; then
     printf '%q ' "${prepare[@]}" && echo
     printf '%q ' "${train[@]}" && echo
-    exec "$PY" -m alto_distributed pretrain --config configs/gpt2-tiny.yaml --into "$RUN" "$@" --dry-run --world "${RANKS:-2}"
+    echo "$said"
+    exit
 fi
 "${prepare[@]}"
 "${train[@]}" --stop-at 100

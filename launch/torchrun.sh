@@ -29,4 +29,6 @@ if [ -n "${DRY_RUN:-}" ]; then
     printf '%q ' "${command[@]}" && echo
     exec "$PY" -m alto_distributed pretrain "$@" --dry-run --world $((NODES * GPUS))
 fi
+# A launcher would bury what is wrong in its own words, and end with 1.
+"$PY" -m alto_distributed pretrain "$@" --check --world $((NODES * GPUS))
 exec "${command[@]}"

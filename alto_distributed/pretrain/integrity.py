@@ -7,6 +7,7 @@ hands, not against an enemy, who would write a manifest to match: see :mod:`.che
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -97,6 +98,15 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory with those above it, and see to it that the disk has their names, each in the one above."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with contextlib.suppress(OSError):  # one may be entered without being read
+            sync(folder.parent)
 
 
 def is_count(value: Any) -> bool:

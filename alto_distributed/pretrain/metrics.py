@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .loggers import Logger, Openers, TensorBoard
+
 _log = logging.getLogger(__name__)
 
 #: Columns of metrics.csv; metrics.jsonl has whatever is measured besides.
@@ -42,13 +44,24 @@ class Log:
         total: steps of the whole run, for the progress bar.
         tensorboard: write events for TensorBoard as well.
         speaks: whether this rank is the one that writes.
+        loggers: other programs that records go to.
     """
 
-    def __init__(self, directory: Path, start: int, total: int, tensorboard: bool, speaks: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        start: int,
+        total: int,
+        tensorboard: bool,
+        speaks: bool,
+        loggers: Openers | None = None,
+    ) -> None:
         self.speaks = speaks
-        self._directory, self._start, self._tensorboard = directory, start, tensorboard
+        self._directory, self._start = directory, start
         self._sinks: list[Callable[[int, Mapping[str, Any]], None]] | None = None
-        self._events: Any = None
+        events = {"tensorboard": lambda: TensorBoard(directory, start)} if tensorboard else {}
+        self._openers: dict[str, Callable[[], Logger]] = {**events, **(loggers or {})}
+        self._loggers: dict[str, Logger] = {}
         self._bar: Any = None
         self._warned: set[str] = set()
         if speaks:
@@ -62,14 +75,12 @@ class Log:
         if self._sinks is None:
             self._directory.mkdir(parents=True, exist_ok=True)
             kept = [record for record in self._known() if record["step"] <= self._start] if self._start else []
-            lines = _Lines(self._directory / RECORDS, map(_line, kept))
-            table = _Lines(self._directory / "metrics.csv", (_row(record) for record in ({}, *kept)))
+            lines = Lines(self._directory / RECORDS, map(_line, kept))
+            table = Lines(self._directory / "metrics.csv", (_row(record) for record in ({}, *kept)))
             self._sinks = [
                 lambda step, values: lines.append(_line({"step": step, **values})),
                 lambda step, values: table.append(_row({"step": step, **values})),
             ]
-            if self._tensorboard:
-                self._sinks.append(self._write_events)
         return self._sinks
 
     def _known(self) -> list[dict[str, Any]]:
@@ -88,9 +99,10 @@ class Log:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        for opened in (self._bar, self._events):
-            if opened is not None:
-                self._attempt("the last records", opened.close)
+        if self._bar is not None:
+            self._attempt("the progress bar", self._bar.close)
+        for name, logger in self._loggers.items():
+            self._attempt(f"the last records for {name}", logger.close, Exception)
 
     def progress(self, loss: float) -> None:
         """One step is done."""
@@ -106,30 +118,34 @@ class Log:
         if self.speaks:
             for sink in self._attempt("the records", self._open) or ():
                 self._attempt("the records", functools.partial(sink, step, values))
+            for name in self._openers:
+                hand_on = functools.partial(self._hand_on, name, step, values)
+                self._attempt(f"records for {name}", hand_on, Exception)  # a logger's errors are of any type
+            if "loss" in values and self._bar.disable:  # there is no terminal for the bar to show it on
+                speed = f", {values['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in values else ""
+                rate = f", lr {values['lr']:.3g}" if "lr" in values else ""
+                self.say(f"step {step}: loss {values['loss']:.4f}{rate}{speed}")
 
     def say(self, line: str) -> None:
         """A line of the log, for whoever watches."""
         if self.speaks:
             self._attempt("messages", lambda: _log.info(line))
 
-    def _write_events(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(self._directory / "tensorboard"), purge_step=self._start + 1)
+    def _hand_on(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        if name not in self._loggers:
+            self._loggers[name] = self._openers[name]()
         try:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._events.add_scalar(name, value, step)
-        except OSError:
-            self._events = None  # it has ended; the next record begins another file
+            numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+            self._loggers[name].record(step, numbers)
+        except Exception:
+            del self._loggers[name]  # it has ended; the next record opens it again
             raise
 
-    def _attempt(self, what: str, write: Callable[[], Any]) -> Any:
-        """What ``write`` returns; None, and a warning the first time, if the disk or the terminal refuses."""
+    def _attempt(self, what: str, write: Callable[[], Any], errors: type[Exception] = OSError) -> Any:
+        """What ``write`` returns; None, and a warning the first time, if the disk, the terminal or a logger refuses."""
         try:
             return write()
-        except OSError as error:
+        except errors as error:
             if what not in self._warned:
                 self._warned.add(what)
                 with contextlib.suppress(OSError):
@@ -141,7 +157,7 @@ class Log:
             return None
 
 
-class _Lines:
+class Lines:
     """A file of whole lines: the first ones are put there at once, and a line that does not fit leaves no part behind.
 
     Args:
@@ -160,18 +176,27 @@ class _Lines:
             raise
 
     def append(self, line: str) -> None:
-        data = line.encode()
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        append(self._path, line)
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a file. One that does not fit leaves no part behind.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    data = line.encode()
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        before = os.fstat(file).st_size
         try:
-            before = os.fstat(file).st_size
-            try:
-                while data:
-                    data = data[os.write(file, data) :]
-            except OSError:
-                os.ftruncate(file, before)
-                raise
-        finally:
-            os.close(file)
+            while data:
+                data = data[os.write(file, data) :]
+        except OSError:
+            os.ftruncate(file, before)
+            raise
+    finally:
+        os.close(file)
 
 
 def _row(record: Mapping[str, Any]) -> str:

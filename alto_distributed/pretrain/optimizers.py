@@ -1,7 +1,8 @@
 """The optimizer that a run names (:mod:`.config.optimizer_options` lists them), built.
 
-All of them get the same two parameter groups. All but alto and lamb treat each element by itself, so that they are
-exact on any shard that an engine cuts; alto and lamb look at whole parameters, and need an engine that knows them.
+All of them get the same two parameter groups; muon has a third, of embeddings. alto and lamb look at whole parameters,
+and need an engine that knows them. muon, mars and soap do so too, and know no shards. The others treat each element by
+itself, so that they are exact on any shard that an engine cuts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ __all__ = [
 ]
 
 #: Those that pytorch_optimizer brings.
-THIRD_PARTY = {"lion": "Lion", "adabelief": "AdaBelief"}
+THIRD_PARTY = {
+    "lion": "Lion",
+    "adabelief": "AdaBelief",
+    "ademamix": "AdEMAMix",
+    "muon": "Muon",
+    "mars": "MARS",
+    "soap": "SOAP",
+}
 
 
 def arguments(run: Run) -> dict[str, Any]:
@@ -52,7 +60,7 @@ def arguments(run: Run) -> dict[str, Any]:
 def describe(run: Run) -> str:
     """The run's optimizer in a line; for alto and lamb with what alpha and the betas amount to."""
     chosen = run.optimizer.resolved
-    line = f"{run.optimizer.name}, lr {run.optimizer.lr:g}"
+    line = f"{run.optimizer.name}, lr {run.optimizer.lr:g}, decay {run.optimizer.weight_decay:g}"
     if run.optimizer.name not in ALTO_NAMES:
         return line
     hyper = Hyperparameters(**{name: chosen[name] for name in HYPERPARAMETER_NAMES if name in chosen})
@@ -62,8 +70,12 @@ def describe(run: Run) -> str:
 def build_groups(run: Run, model: nn.Module) -> list[dict[str, Any]]:
     """The decayed parameters and the others: norm layers, biases and whatever has fewer than two dimensions.
 
-    With alto and lamb, embeddings may be a group of their own.
+    With alto and lamb, embeddings may be a group of their own. With muon they are.
     """
+    if run.optimizer.name == "muon":
+        matrices, *others = param_groups(model, run.optimizer.weight_decay, embeddings="adam")
+        groups = [{**matrices, "use_muon": True}, *({**group, "use_muon": False} for group in others)]
+        return [{key: value for key, value in group.items() if key != "layerwise"} for group in groups]
     return param_groups(model, run.optimizer.weight_decay, embeddings=arguments(run).get("embeddings", "ratio"))
 
 
@@ -81,12 +93,27 @@ def build_optimizer(run: Run, groups: Sequence[dict[str, Any]]) -> torch.optim.O
         require("pytorch_optimizer")
         import pytorch_optimizer
 
-        optimizer = getattr(pytorch_optimizer, THIRD_PARTY[name])(groups, **options)
+        optimizer = getattr(pytorch_optimizer, THIRD_PARTY[name])(groups, **_theirs(name, options))
         optimizer.register_step_pre_hook(_steps_of_tensors_to_groups)
         optimizer.register_step_post_hook(_steps_of_groups_to_tensors)
         return cast(torch.optim.Optimizer, optimizer)
     adam = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
     return adam(groups, **options)
+
+
+def _theirs(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What pytorch_optimizer calls the options. Decay is decoupled: the default of most, and in AdEMAMix's paper."""
+    if name == "soap":
+        return options  # it knows no other decay
+    if name == "muon":
+        betas, eps = options.pop("betas"), options.pop("eps")
+        adam = {"adamw_lr": options["lr"], "adamw_betas": betas, "adamw_eps": eps, "adamw_wd": options["weight_decay"]}
+        options = {**options, **adam, "use_adjusted_lr": True}
+    if name == "mars":
+        if not options["lr"]:
+            raise ValueError("optimizer.lr=0 is not possible with mars, which divides by it")
+        options = {**options, "lr_1d": options["lr"], "weight_decay_1d": 0.0}
+    return {**options, "weight_decouple": True}
 
 
 def _steps_of_tensors_to_groups(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -13,7 +13,9 @@ _PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 
 def flops_per_token(model: Model) -> float:
     """Forward and backward: 6 for each weight in a matrix product, and attention's two products over the sequence."""
-    in_layers = 12 * model.layers * model.hidden**2
+    hidden, per_head = model.hidden, model.hidden // model.heads
+    attention_weights = (2 * model.heads + 2 * model.groups) * per_head * hidden
+    in_layers = model.layers * (attention_weights + (2 if model.kind == "gpt2" else 3) * model.inner * hidden)
     in_output = model.vocabulary * model.hidden
     attention = 12 * model.layers * model.hidden * model.sequence
     return 6.0 * (in_layers + in_output) + attention

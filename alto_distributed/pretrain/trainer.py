@@ -7,7 +7,7 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -15,23 +15,35 @@ import torch
 import torch.distributed as dist
 
 from ..diagnostics import Reading
+from ..errors import Diverged
 from ..sharding.rank_sync import run_on_rank0
+from . import loggers
+from .batch_size import batch_size, samples_before
 from .checkpoint.manager import Checkpoints
 from .config.settings import Run
-from .data import files
 from .data.samples import Samples
 from .engines.base import Engine, build
 from .memory.usage import peak
 from .metrics import Log
 from .optimizers import describe
+from .readings import ReadingsLog
 from .runtime.launch_env import any_rank, end_with_launcher, read_launch_env, wait_at_most
 from .runtime.rendezvous import rendezvous_again
 from .runtime.run_lock import PATIENCE, keep_run_lock, lock_run
+from .runtime.same_settings import same_data
 from .schedule import learning_rate
+from .starts import note_start
 from .throughput import utilisation
 
 
-def train(run: Run, directory: Path, stop_at: int | None = None, *, other_data: bool = False) -> int:
+def train(
+    run: Run,
+    directory: Path,
+    stop_at: int | None = None,
+    *,
+    other_data: bool = False,
+    changes: Sequence[str] = (),
+) -> int:
     """Train, or go on training, in a run's directory. Called by all ranks.
 
     Args:
@@ -39,6 +51,7 @@ def train(run: Run, directory: Path, stop_at: int | None = None, *, other_data: 
         directory: for its logs and checkpoints. If it has a checkpoint, the run goes on from there.
         stop_at: stop with a checkpoint after so many steps in all, as SIGTERM would.
         other_data: go on with other data than the checkpoint was trained on.
+        changes: settings that may be others than the checkpoint's, see :mod:`.checkpoint.changes`.
 
     Returns:
         Optimizer steps done. Fewer than ``training.iterations`` if it was told to stop.
@@ -49,43 +62,59 @@ def train(run: Run, directory: Path, stop_at: int | None = None, *, other_data: 
     engine = build(run)
     wait_at_most(run.training.timeout)  # in the groups that the engine has made as well
     run_on_rank0(lambda: lock_run(directory, min(PATIENCE, run.training.timeout / 2)))
+    data = same_data(run)
     batches = Batches(run, engine)
-    data = run_on_rank0(lambda: files.fingerprint(run.data.directory))
-    checkpoints = Checkpoints(directory / "checkpoints", run, data, other_data=other_data)
+    checkpoints = Checkpoints(directory / "checkpoints", run, data, other_data=other_data, changes=changes)
     step, last = 0, run.training.iterations
-    newest = run_on_rank0(checkpoints.newest)
+    newest, changed = run_on_rank0(checkpoints.newest), list[str]()
     if newest is not None:
-        checkpoints.load(engine, newest)
+        changed = checkpoints.load(engine, newest)
         step = newest.step
     last = last if stop_at is None else min(last, max(stop_at, step))
 
     speaks = dist.get_rank() == 0
-    with _asked_to_stop() as asked, Log(directory, step, run.training.iterations, run.logs.tensorboard, speaks) as log:
+    if speaks:
+        note_start(directory, run, step, dist.get_world_size())
+    opened = Log(directory, step, run.training.iterations, run.logs.tensorboard, speaks, loggers.of_run(run, directory))
+    with _asked_to_stop() as asked, opened as log:
         log.say(f"step {step}: {'resumed from ' + str(newest.path) if newest else 'new run'} in {directory}")
+        for change in changed:
+            log.say(f"step {step}: {change}, from here on")
         log.say(f"optimizer: {describe(run)}")
         if batches.no_test:
             log.say(f"there will be no test at the end: {batches.no_test}")
         if newest is None:
             _validate(engine, batches, log, 0)
         saved = step if newest else None
-        watch, skipped = _Stopwatch(run), 0
+        watch, skipped, unrecorded = _Stopwatch(run), 0, 0
+        readings = ReadingsLog(directory, step)
         while step < last:
-            outcome = engine.train(batches.of_step(step), learning_rate(run, step))
+            try:
+                outcome = engine.train(batches.of_step(step), learning_rate(run, step))
+            except Diverged:
+                log.record(step + 1, {"diverged": True})
+                raise
             step += 1
             log.progress(outcome.loss)
             skipped = _count_skipped(outcome.skipped, skipped, step, run, log)
-            watch.add(outcome.seconds)
+            unrecorded += outcome.skipped
+            watch.add(outcome.seconds, batch_size(run.training, step - 1))
             stop = any_rank(bool(asked), engine.device)
             if step % run.logs.every == 0 or step == last or stop:
                 values = {"loss": outcome.loss, "lr": learning_rate(run, step - 1), "grad_norm": outcome.grad_norm}
-                log.record(step, {**values, "skipped": outcome.skipped, **watch.read(engine.device)})
+                if run.training.batch_ramp.start:
+                    values["global_batch"] = batch_size(run.training, step - 1)
+                lost = {"skipped": outcome.skipped, "skipped_steps": unrecorded}  # the latter since the last record
+                log.record(step, {**values, **lost, **watch.read(engine.device)})
+                unrecorded = 0
                 if not math.isfinite(outcome.loss) and not outcome.skipped:
-                    raise RuntimeError(
+                    log.record(step, {"diverged": True})
+                    raise Diverged(
                         f"the loss is {outcome.loss} at step {step}: lower optimizer.lr, or look at the data"
                     )
             every = run.logs.diagnostics_every
             if every and step % every == 0:
-                _trust_ratios(engine.diagnostics(), log, step)
+                _trust_ratios(readings.record(step, engine.diagnostics()), log, step)
             if stop:
                 last = step
             at_the_end = step == run.training.iterations
@@ -108,7 +137,8 @@ def _count_skipped(is_skipped: bool, before: int, step: int, run: Run, log: Log)
         return 0
     log.say(f"step {step}: skipped, a gradient was not finite ({before + 1} in a row)")
     if before + 1 == run.training.max_skipped:
-        raise RuntimeError(
+        log.record(step, {"diverged": True})
+        raise Diverged(
             f"{before + 1} steps in a row had gradients that are not finite, the last of them step {step}: lower "
             "optimizer.lr, look at the data, or go on from an earlier checkpoint; training.max_skipped sets the limit"
         )
@@ -134,8 +164,6 @@ class Batches:
     def __init__(self, run: Run, engine: Engine) -> None:
         self._run = run
         self._rank = engine.data_parallel_rank, engine.data_parallel_size
-        if run.data.verify:
-            run_on_rank0(lambda: files.verify(run.data.directory, *files.SPLITS))
         self._splits = {split: self._samples(split) for split in ("train", "valid")}
         self.no_test = ""
         """Why there will be no test at the end; a run goes without one rather than not at all."""
@@ -153,7 +181,8 @@ class Batches:
 
     def of_step(self, step: int) -> list[torch.Tensor]:
         training = self._run.training
-        return self._splits["train"].batch(step, training.global_batch, training.micro_batch, *self._rank)
+        first, size = samples_before(training, step), batch_size(training, step)
+        return self._splits["train"].batch_from(first, size, training.micro_batch, *self._rank)
 
     def held_out(self, split: str) -> list[torch.Tensor]:
         """What is evaluated of "valid" or "test"."""
@@ -189,18 +218,19 @@ class _Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        self.began, self.steps = time.perf_counter(), 0
+        self.began, self.steps, self.samples = time.perf_counter(), 0, 0
         self.parts: dict[str, float] = {}
 
-    def add(self, seconds: Mapping[str, float] | None) -> None:
+    def add(self, seconds: Mapping[str, float] | None, samples: int) -> None:
         self.steps += 1
+        self.samples += samples
         for name, value in (seconds or {}).items():
             self.parts[name] = self.parts.get(name, 0.0) + value
 
     def read(self, device: torch.device) -> dict[str, float]:
         elapsed, steps, parts = time.perf_counter() - self.began, self.steps, self.parts
+        speed = self.samples * self.run.model.sequence / elapsed
         self.restart()
-        speed = steps * self.run.training.global_batch * self.run.model.sequence / elapsed
         values = {"tokens_per_second": speed, "seconds_per_step": elapsed / steps, "peak_gib": peak(device) / 2**30}
         used = utilisation(self.run.model, speed, device)
         if used is not None:

@@ -13,32 +13,26 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ...errors import shown
 from ...sharding.rank_sync import run_on_every_rank, run_on_rank0
 from ..config.parsing import parse_json
 from ..config.settings import Run
 from ..engines.base import Engine
-from ..integrity import sync
+from ..integrity import make_directories, sync
 from ..memory.usage import parameter_count
 from . import manifest
+from .changes import MAY_CHANGE, Change, changed, check_changes, differences, is_named, note_changes
 from .io import Written
 from .manifest import FileRecord, Manifest
 
-#: What a resumed run may change; anything else would make it another run.
-_FREE = (
-    *("logs", "evaluation", "checkpoints", "deepspeed", "megatron", "data.directory", "data.verify"),
-    *("training.micro_batch", "training.recompute", "training.timeout"),
-    "optimizer.preset",  # what it stands for is in the options, and is compared
-)
-
 _ABOUT = "run.json"
+HISTORY = "history.jsonl"
 
 
 @dataclass(frozen=True)
@@ -56,15 +50,23 @@ class Checkpoints:
         run: the run's settings.
         data: checksums of the files that it trains on, by name.
         other_data: go on with other data than a checkpoint was trained on.
+        changes: settings that may be others than a checkpoint's (:mod:`.changes`).
     """
 
     def __init__(
-        self, directory: Path, run: Run, data: Mapping[str, str] | None = None, *, other_data: bool = False
+        self,
+        directory: Path,
+        run: Run,
+        data: Mapping[str, str] | None = None,
+        *,
+        other_data: bool = False,
+        changes: Sequence[str] = (),
     ) -> None:
         self.directory = directory
         self.run = run
         self._data = dict(data or {})
         self._other_data = other_data
+        self._changes = tuple(changes)
 
     def all(self) -> list[Checkpoint]:
         """Oldest first. Each was whole once; whether it still is, :meth:`load` finds out."""
@@ -105,7 +107,8 @@ class Checkpoints:
             raise ValueError(f"{final} is there already, and is not overwritten; move it away")
         for left in self.directory.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
-        beside.mkdir(parents=True)
+        make_directories(self.directory.absolute())
+        beside.mkdir()
         need, space = self._need(), shutil.disk_usage(self.directory)
         if space.total and space.free < need:
             raise OSError(f"{self.directory} has too little space")
@@ -143,8 +146,13 @@ class Checkpoints:
         for problem in manifest.problems(beside, whole, entries, sizes_only=True):
             raise OSError(f"{beside} is not as it was written: {problem}")
         manifest.write(beside, whole)
-        beside.rename(final)
-        sync(self.directory)
+        try:
+            beside.rename(final)
+            sync(self.directory)
+        except OSError:
+            with contextlib.suppress(OSError):  # what is said not to be written must not bear the name
+                final.rename(beside)
+            raise
         for old in self._beyond(self.run.checkpoints.keep):
             unnamed = old.path.with_name(f".{old.path.name}.deleted")
             with contextlib.suppress(OSError):  # the new one is there all the same, and the next save tries again
@@ -155,7 +163,7 @@ class Checkpoints:
         """Those older than the newest ``keep`` good ones. A damaged one does not count: it is not one to go back to."""
         newest_first, good = self.all()[::-1], 0
         for index, checkpoint in enumerate(newest_first):
-            good += not self._damage(checkpoint, sizes_only=True)
+            good += not self.damage(checkpoint, sizes_only=True)
             if good == max(keep, 1):
                 return newest_first[index + 1 :]
         return []
@@ -183,8 +191,11 @@ class Checkpoints:
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def load(self, engine: Engine, checkpoint: Checkpoint) -> None:
+    def load(self, engine: Engine, checkpoint: Checkpoint) -> list[str]:
         """Continue from one. Called by all ranks.
+
+        Returns:
+            What this run changes, as it was asked to.
 
         Raises:
             ValueError: on all ranks, before anything of it is used: it is damaged, or belongs to a run with other
@@ -195,17 +206,35 @@ class Checkpoints:
             raise ValueError(
                 f"{checkpoint.path} is damaged and was not loaded: {'; '.join(damage)}. {self._instead(checkpoint)}"
             )
-        (saved, data), saved_by = run_on_rank0(
-            lambda: (_about(checkpoint.path / _ABOUT), manifest.read(checkpoint.path).world_size)
+        meant, saved_by = run_on_rank0(
+            lambda: (self.check(checkpoint), manifest.read(checkpoint.path).world_size),
         )
-        changed = list(differences(saved, self.run.as_dict()))
-        if changed:
-            raise ValueError(
-                f"{checkpoint.path} was written by a run with other settings: {'; '.join(changed)}. Go on with those, "
-                "or start in another directory (--into)"
-            )
-        self._refuse_other_data(checkpoint.path, data)
         engine.load(checkpoint.path, saved_by)
+        if meant:
+            run_on_rank0(lambda: note_changes(self.directory.parent / HISTORY, checkpoint.step, meant))
+        return list(map(str, meant))
+
+    def check(self, checkpoint: Checkpoint) -> list[Change]:
+        """Compare a checkpoint's settings and data with the run's. Called by one process.
+
+        Returns:
+            What this run changes, as it was asked to.
+
+        Raises:
+            ValueError: it belongs to a run with other settings, or was trained on other data.
+        """
+        saved, data = about(checkpoint.path)
+        before = with_new_settings(saved)
+        meant = [change for change in changed(before, self.run.as_dict()) if is_named(change.name, self._changes)]
+        others = list(differences(before, self.run.as_dict(), meant))
+        if others:
+            raise ValueError(
+                f"{checkpoint.path} was written by a run with other settings: {'; '.join(others)}. Go on with those, "
+                f"start in another directory (--into), or name what may change in --resume-with ({MAY_CHANGE})"
+            )
+        check_changes(self.run, meant, checkpoint.step)
+        self._refuse_other_data(checkpoint.path, data)
+        return meant
 
     def _refuse_other_data(self, path: Path, data: Mapping[str, Any]) -> None:
         """Raise if a checkpoint was trained on other data. One of before 0.2 does not say."""
@@ -231,10 +260,11 @@ class Checkpoints:
     def _all_damage(self, checkpoint: Checkpoint) -> list[str]:
         """What is wrong with a checkpoint, each rank having read a part of it. The same on all ranks."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        found = run_on_every_rank(lambda: self._damage(checkpoint, rank, world))
+        found = run_on_every_rank(lambda: self.damage(checkpoint, rank, world))
         return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
 
-    def _damage(self, checkpoint: Checkpoint, rank: int = 0, world: int = 1, *, sizes_only: bool = False) -> list[str]:
+    def damage(self, checkpoint: Checkpoint, rank: int = 0, world: int = 1, *, sizes_only: bool = False) -> list[str]:
+        """What is wrong with a checkpoint's files, or with this rank's share of them."""
         try:
             whole = manifest.read(checkpoint.path)
         except (ValueError, OSError) as error:
@@ -251,27 +281,24 @@ def _inside(directory: Path, written: Mapping[Path, Written]) -> dict[str, Writt
     return {str(path.resolve().relative_to(here)): about for path, about in written.items()}
 
 
-def _about(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def about(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The settings of the run that saved, and the checksums of its data."""
-    about = parse_json(path.read_bytes(), str(path))
-    settings = about.get("settings") if isinstance(about, dict) else None
-    data = about.get("data", {}) if isinstance(about, dict) else None
+    path = checkpoint / _ABOUT
+    content = parse_json(path.read_bytes(), str(path))
+    settings = content.get("settings") if isinstance(content, dict) else None
+    data = content.get("data", {}) if isinstance(content, dict) else None
     if not isinstance(settings, dict) or not isinstance(data, dict):
         raise ValueError(f"{path} does not hold the settings of a run")
     return settings, data
 
 
-def differences(saved: Mapping[str, Any], here: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """ "training.seed was 1, is 2" for everything that a resumed run must not change."""
-    for key in sorted({*saved, *here}):
-        name = f"{where}{key}"
-        before, now = saved.get(key), here.get(key)
-        if name in _FREE or before == now:
-            continue
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            yield from differences(before, now, f"{name}.")
-        else:
-            yield f"{name} was {shown(before)}, is {shown(now)}"
+def with_new_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint, with the defaults of those that are newer than it."""
+    filled = dict(saved)
+    for section, defaults in Run().as_dict().items():
+        if isinstance(saved.get(section), Mapping) and isinstance(defaults, dict):
+            filled[section] = {**defaults, **saved[section]}
+    return filled
 
 
 def _mib(count: int) -> str:

@@ -1,8 +1,9 @@
 """The settings of a pretraining run: a YAML file, command-line overrides, and one check of both.
 
 A file has a section for each dataclass of :mod:`.sections`. ``extends: other.yaml`` starts from another file, relative
-to itself. An override is ``section.key=value``. A name that does not exist is refused with the nearest that does, and
-so is a value of the wrong type or out of range (:mod:`.checking`).
+to itself. An override is ``section.key=value``. A preset that a file or an override names replaces the alpha, betas,
+eps and vector_lr of the files before it; lr stays. A name that does not exist is refused with the nearest that does,
+and so is a value of the wrong type or out of range (:mod:`.checking`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from ...errors import shown
-from ...presets import recipe
+from ...presets import PRESET_NAMES, recipe
 from .checking import checked, refusal
+from .optimizer_options import DEFAULT_DECAYS, DEFAULT_RATES, check_run_betas
 from .parsing import check_size_limits, parse_yaml, read_settings
 from .sections import (
     Checkpoints,
@@ -69,16 +71,22 @@ class Run:
         return self.megatron.tensor_parallel * self.megatron.pipeline_parallel if self.engine == "megatron" else 1
 
     def accumulation(self, data_parallel: int) -> int:
-        """Micro-batches that each rank adds up in a step."""
+        """Micro-batches that each rank adds up in a step, at the end of a batch ramp."""
         t = self.training
-        at_once = t.micro_batch * data_parallel
-        if t.global_batch % at_once:
-            lower = t.global_batch // at_once * at_once
-            raise ValueError(
-                f"training.global_batch={t.global_batch} is not a multiple of micro_batch x data-parallel ranks = "
-                f"{t.micro_batch} x {data_parallel} = {at_once}; the nearest that are: "
-                f"{', '.join(str(n) for n in (lower, lower + at_once) if n)}"
-            )
+        at_once, ramp = t.micro_batch * data_parallel, t.batch_ramp
+        sizes = {"training.global_batch": t.global_batch}
+        if ramp.start:
+            sizes["training.batch_ramp.start"] = ramp.start
+            if ramp.sizes_below(t.global_batch) > 1:
+                sizes["training.batch_ramp.step"] = ramp.step
+        for name, size in sizes.items():
+            if size % at_once:
+                lower = size // at_once * at_once
+                raise ValueError(
+                    f"{name}={size} is not a multiple of micro_batch x data-parallel ranks = "
+                    f"{t.micro_batch} x {data_parallel} = {at_once}; the nearest that are: "
+                    f"{', '.join(str(n) for n in (lower, lower + at_once) if n)}"
+                )
         return t.global_batch // at_once
 
 
@@ -92,6 +100,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Run:
         ValueError: something in them is not as it should be; the message says what and where.
     """
     settings = _read(Path(path))
+    if any(override.partition("=")[0].strip() == "optimizer.preset" for override in overrides):
+        settings = _without_preset(settings)
     for override in overrides:
         name, equals, value = override.partition("=")
         section, dot, key = name.strip().partition(".")
@@ -99,7 +109,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Run:
             raise ValueError(
                 f"{shown(override)} is not an override; write section.key=value, like training.iterations=100"
             )
-        parsed = parse_yaml(value, f"the value of {shown(override)}")
+        # Nothing behind the "=" is an empty text; to YAML it is null.
+        parsed = parse_yaml(value, f"the value of {shown(override)}") if value.strip() else ""
         if dot:
             inner = settings.setdefault(section, {})
             if not isinstance(inner, dict):
@@ -119,7 +130,7 @@ def parse(settings: dict[str, Any]) -> Run:
     """A run's settings from nested dictionaries, such as :meth:`Run.as_dict` gives."""
     check_size_limits(settings, "the settings")
     try:
-        return _RUN.validate_python(_with_preset(settings))
+        return _RUN.validate_python(_with_schedule(_with_optimizer(_with_preset(settings))))
     except ValidationError as error:
         raise ValueError(refusal(error, Run)) from None
 
@@ -136,13 +147,44 @@ def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:
     batch = training.get("global_batch", Training.global_batch) if isinstance(training, dict) else Training.global_batch
     if not isinstance(batch, int) or batch < 1 or not isinstance(options, (dict, type(None))):
         return settings  # refused in its own words
+    given = options or {}
+    betas = {"betas": check_run_betas("alto", given["betas"])} if "betas" in given and "alpha" not in given else {}
     try:
         # Lists, as files have them: settings are compared with saved ones.
-        chosen = {name: list(x) if isinstance(x, tuple) else x for name, x in recipe(batch, preset).items()}
+        chosen = {name: list(x) if isinstance(x, tuple) else x for name, x in recipe(batch, preset, **betas).items()}
     except ValueError as error:
-        raise ValueError(f"optimizer.{error}") from None
+        where = "optimizer" if str(error).startswith("preset") else "optimizer.options"
+        raise ValueError(f"{where}.{error}") from None
     own = {name: chosen.pop(name) for name in ("lr", "weight_decay") if name in chosen}
-    return {**settings, "optimizer": {**own, **optimizer, "options": {**chosen, **(options or {})}}}
+    return {**settings, "optimizer": {**own, **optimizer, "options": {**chosen, **given}}}
+
+
+def _without_preset(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without what a preset says, for one that is named after them: lr and other options stay."""
+    optimizer: Any = settings.get("optimizer")
+    options = optimizer.get("options") if isinstance(optimizer, dict) else None
+    if not isinstance(options, dict):
+        return settings
+    kept = {name: value for name, value in options.items() if name not in PRESET_NAMES}
+    return {**settings, "optimizer": {**optimizer, "options": kept}}
+
+
+def _with_optimizer(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the default rate and decay of their optimizer, where they name none."""
+    optimizer: Any = settings.get("optimizer") if isinstance(settings, dict) else None
+    name = optimizer.get("name") if isinstance(optimizer, dict) else None
+    if not isinstance(name, str) or name not in DEFAULT_RATES:
+        return settings
+    own = {"lr": DEFAULT_RATES[name], "weight_decay": DEFAULT_DECAYS[name]}
+    return {**settings, "optimizer": {**own, **optimizer}}
+
+
+def _with_schedule(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the default end of their schedule, if they name none."""
+    schedule: Any = settings.get("schedule") if isinstance(settings, dict) else None
+    if not isinstance(schedule, dict) or schedule.get("kind") != "wsd" or "final" in schedule:
+        return settings
+    return {**settings, "schedule": {**schedule, "final": 0.0}}
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -170,7 +212,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+    own = over.get("optimizer")
+    merged = _without_preset(base) if isinstance(own, dict) and own.get("preset") else dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         # Another optimizer's options are not a variation of the first one's.

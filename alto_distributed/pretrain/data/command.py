@@ -7,8 +7,10 @@ import logging
 import os
 from typing import Any
 
+from ...errors import refused
 from ..console import log_lines
 from .prepare import DEFAULT_SEED, DEFAULT_SPLIT, DEFAULT_VOCABULARY, prepare
+from .sources import TEXT_KEY
 
 _log = logging.getLogger(__name__)
 
@@ -18,16 +20,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         nargs="*",
-        help='text files (a document each), JSON lines (.jsonl, one object with "text" a line), or directories of such '
+        help='text files (a document each), JSON lines (.jsonl, one object with "text" a line), either compressed '
+        "(.gz, .zst), tables (.parquet, or a directory that datasets' save_to_disk wrote), or directories of such "
         "files; none for the sources of Python's standard library",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="where to put train, valid and test")
+    parser.add_argument(
+        "--text-key",
+        default=TEXT_KEY,
+        metavar="NAME",
+        help="key or column that has the text (default: text)",
+    )
     parser.add_argument(
         "--tokenizer",
         default="bpe",
         metavar="NAME",
         help="bpe: a byte-level BPE trained on the input (default); bytes: one token a byte; gpt2: from tiktoken's "
-        "cache; or a directory with GPT-2's vocab.json and merges.txt. Nothing is downloaded",
+        "cache; a Hugging Face tokenizer.json; or a directory with it, or with GPT-2's vocab.json and merges.txt. "
+        "Nothing is downloaded",
     )
     parser.add_argument(
         "--vocabulary",
@@ -38,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
         default=",".join(DEFAULT_SPLIT),
-        help="shares of documents for train, valid and test (default %(default)s)",
+        help="shares of documents for train, valid and test, as far as the input has no such splits (default "
+        "%(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=DEFAULT_SEED, help="chooses each split's documents (default %(default)s)"
@@ -69,14 +80,17 @@ def main(options: argparse.Namespace) -> None:
             workers=options.workers,
             force=options.force,
             progress=not options.quiet,
+            text_key=options.text_key,
         )
     except (ValueError, OSError) as error:
-        raise SystemExit(f"alto_distributed prepare: {error}") from None
+        raise refused("prepare", error) from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted; the same command goes on from here") from None
     with log_lines():
         _report_bad_lines(done.manifest)
     print(f"already prepared: {options.output}" if done.was_there else f"prepared {options.output}")
+    if named := done.manifest["settings"].get("named_splits"):
+        print(f"  {', '.join(named)} as the input has them")
     for name, counts in done.manifest["splits"].items():
         print(f"  {name:5} {counts['documents']:>10,} documents {counts['tokens']:>14,} tokens")
     about = done.manifest["tokenizer"]
@@ -93,4 +107,4 @@ def _report_bad_lines(manifest: dict[str, Any]) -> None:
             _log.warning("%s: %s bad lines left out (%s%s)", about["name"], about["bad_lines"], first, more)
     if ignored := manifest["settings"]["ignored_files"]:
         names = ", ".join(ignored[:10]) + (", ..." if len(ignored) > 10 else "")
-        _log.warning("%s files left out, for they are neither text nor JSON lines by name: %s", len(ignored), names)
+        _log.warning("%s files left out, by name no documents: %s", len(ignored), names)

@@ -66,6 +66,8 @@ def _not_a_manifest(manifest: Any) -> Iterator[str]:
         yield "it does not tell the size of the vocabulary"
     if not isinstance(about.get("kind"), str) or not isinstance(about.get("files", {}), dict):
         yield "it does not tell the tokenizer"
+    if about["kind"] == tokenizer.SAVED_AS and not is_count(about.get("end_of_document")):
+        yield "it does not tell the end of a document"
     splits = manifest.get("splits")
     if not isinstance(splits, dict) or set(splits) != set(SPLITS):
         yield f"it does not tell of {', '.join(SPLITS)}"
@@ -153,4 +155,6 @@ def open_tokenizer(directory: str | Path) -> tokenizer.Tokenizer:
     path = Path(directory) / tokenizer.SAVED_AS
     if not path.is_file() or checksum(path) != about["files"][tokenizer.SAVED_AS]:
         raise ValueError(f"{path} is missing or damaged; prepare the data again with --force")
+    if about["kind"] == tokenizer.SAVED_AS:
+        return tokenizer.pretrained(path, about["end_of_document"])
     return tokenizer.load(path)

@@ -59,6 +59,7 @@ class Writer:
         self._index = prefix.with_name(f"{prefix.name}.idx")
         self._data = open(prefix.with_name(f"{prefix.name}.bin"), "wb")  # noqa: SIM115  (closed by close())
         self._lengths = array("i")
+        self._open = 0  # tokens of a document that has not ended
         self.tokens = 0
 
     @property
@@ -66,8 +67,8 @@ class Writer:
         """How many there are so far."""
         return len(self._lengths)
 
-    def add(self, document: NDArray[Any]) -> None:
-        """Append a document.
+    def add(self, document: NDArray[Any], *, ends: bool = True) -> None:
+        """Append a document, or a piece of one that does not end with it.
 
         Raises:
             ValueError: a token does not fit into the dtype, or the document has more tokens than the index can count.
@@ -75,11 +76,14 @@ class Writer:
         if document.size and not (document.min() >= 0 and document.max() <= self._limit):
             unfit = document.min() if document.min() < 0 else document.max()
             raise ValueError(f"token {unfit} does not fit into {self._dtype}: tokens go from 0 to {self._limit}")
-        if document.size > _LONGEST:
-            raise ValueError(f"a document has {document.size} tokens, and the format ends at 2**31 - 1; cut it up")
+        self._open += int(document.size)
+        if self._open > _LONGEST:
+            raise ValueError(f"a document has {self._open} tokens or more, and the format ends at 2**31 - 1; cut it up")
         self._data.write(document.astype(self._dtype.newbyteorder("<")).tobytes())
-        self._lengths.append(document.size)
         self.tokens += int(document.size)
+        if ends:
+            self._lengths.append(self._open)
+            self._open = 0
 
     def close(self) -> None:
         """Write the index. Without it, the files are not readable."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import integrity
 from ..runtime.file_lock import Timeout, take
-from . import files, tokenizer
+from . import files, tokenizer, unpack
 from .files import MANIFEST, SPLITS, UNFINISHED
 
 _REQUEST = "request.json"
@@ -86,14 +86,17 @@ def unfinished(output: Path, request: dict[str, Any], force: bool) -> Iterator[P
 def _keep_finished(folder: Path, request: dict[str, Any], force: bool) -> None:
     """Leave in the folder only what an interrupted run of the same request has finished."""
     path = folder / _REQUEST
-    earlier = json.loads(path.read_text()) if path.exists() else None
+    try:
+        earlier = json.loads(path.read_bytes()) if path.exists() else None
+    except (ValueError, RecursionError):
+        earlier = "damaged"  # and so no request
     if earlier not in (None, request) and not force:
         raise ValueError(
             f"{folder} holds an interrupted preparation of other input, or with another tokenizer or other versions; "
             "finish that one, choose another --output, or --force to discard it"
         )
     for path in folder.iterdir():
-        finished = path.name.startswith("part-") or path.name == tokenizer.SAVED_AS
+        finished = path.name.startswith(("part-", unpack.PREFIX)) or path.name == tokenizer.SAVED_AS
         if path.name != _LOCK and not (finished and earlier == request):
             path.unlink()
     integrity.write_json(folder / _REQUEST, request)

@@ -1,7 +1,8 @@
 """Text files or JSON lines to token files, three pairs in Megatron's indexed format.
 
-The input is cut into chunks; each becomes a part (:mod:`.parts`) in the folder ``unfinished``; then the parts are
-joined in order. The result depends on the input and the settings, never on the number of workers or on interruptions.
+The input is cut into chunks. Each becomes a token shard (:mod:`.token_shards`) in the folder ``unfinished``, and these
+are joined in order. The result depends on the input and the settings, never on the number of workers or on
+interruptions.
 A directory is complete when its manifest is there, which comes last.
 """
 
@@ -21,11 +22,10 @@ from tqdm import tqdm
 
 from ...errors import did_you_mean
 from .. import integrity
-from . import files, indexed, sources, splits, tokenizer
-from . import output_dir as workspace
-from . import token_shards as parts
+from . import cuts, files, indexed, output_dir, sources, splits, token_shards, tokenizer, unpack
 from .files import MANIFEST, SPLITS
 
+_COUNTED = 1 << 28  # bytes of input up to which lines are counted first
 KINDS = ("bpe", "bytes", "gpt2")
 DEFAULT_VOCABULARY = 1024
 DEFAULT_SPLIT = ("0.98", "0.01", "0.01")
@@ -52,6 +52,7 @@ def prepare(
     force: bool = False,
     progress: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    text_key: str = sources.TEXT_KEY,
 ) -> Prepared:
     """Write ``output/{train,valid,test}.{bin,idx}``, the tokenizer and a manifest.
 
@@ -59,14 +60,16 @@ def prepare(
         output: a directory, made if need be. One that holds an interrupted preparation is continued.
         inputs: files and directories, see :func:`.sources.find`; none for the standard library's sources.
         kind: the tokenizer: "bpe" is trained on the input, "bytes" needs nothing, "gpt2" is looked for in tiktoken's
-            cache, and anything else is a directory with vocab.json and merges.txt.
+            cache, and anything else is a tokenizer.json, a directory with one, or with vocab.json and merges.txt.
         vocabulary: tokens of "bpe", the end of a document among them.
-        split: shares of the documents that go to train, valid and test. A share of 0 leaves the split out.
+        split: shares of the documents that go to train, valid and test. A share of 0 leaves the split out. Splits that
+            the input has itself, by folders or file names, stay as they are, and the others are drawn from the rest.
         seed: chooses the documents of each split.
         workers: processes.
         force: replace what is there, whatever it is.
         progress: show bars on stderr.
-        chunk_bytes: input in a part, which is what an interruption can lose for each worker.
+        chunk_bytes: input in a part, which is what an interruption can lose for each worker, and what is in memory.
+        text_key: what has the text, in JSON lines and tables.
 
     Raises:
         ValueError: a setting is wrong, the input holds no documents, or the output is taken or cannot be written.
@@ -78,6 +81,9 @@ def prepare(
         raise ValueError(f"workers={workers} and chunk_bytes={chunk_bytes} must be at least 1")
     output = Path(output)
     found, ignored = sources.find(inputs)
+    named = sorted({source.split for source in found} - {""})
+    drawn = splits.without(exact, named)
+    unpack.check(found, text_key)
     about_tokenizer = _describe(kind, vocabulary)
     about_inputs = [{"name": s.name, "bytes": s.size, "sha256": s.checksum()} for s in found]
     settings = {
@@ -85,30 +91,46 @@ def prepare(
         "split": [str(share) for share in exact],
         "seed": seed,
         "ignored_files": ignored,
+        **({"named_splits": named} if named else {}),
+        **({} if text_key == sources.TEXT_KEY else {"text_key": text_key}),
     }
     if (output / MANIFEST).exists() and not force:
-        return Prepared(workspace.complete(output, settings, about_inputs), was_there=True)
+        return Prepared(output_dir.complete(output, settings, about_inputs), was_there=True)
 
     versions = _versions()
-    # Not the split: parts are the same for all of them.
+    chunks: Sequence[tuple[cuts.ByteRange, ...]] = ()
+    # Too few texts to draw a split for each: then a text's beginning, middle and end go to train, valid and test.
+    texts = [source for source in found if not source.is_held_out]
+    by_share = not any(s.json_lines for s in texts) and not splits.leaves_none_empty(len(texts), seed, drawn)
+    # Not the split, if one is drawn for each document: shards are the same for all of them.
     request = {
+        **({"split": [str(share) for share in drawn]} if by_share else {}),
+        **({} if text_key == sources.TEXT_KEY else {"text_key": text_key}),
         "tokenizer": about_tokenizer,
         "inputs": about_inputs,
         "chunk_bytes": chunk_bytes,
         "versions": versions,
     }
-    with workspace.unfinished(output, request, force) as folder:
-        words = _saved_tokenizer(kind, vocabulary, found, folder, progress)
+    if not any(source.packed for source in found):  # refuses before anything is written
+        found, chunks = _cut(found, chunk_bytes, seed, drawn, by_share)
+    with output_dir.unfinished(output, request, force) as folder:
+        if any(source.packed for source in found):
+            found = [unpack.unpacked(source, i, folder, text_key) for i, source in enumerate(found)]
+            found, chunks = _cut(found, chunk_bytes, seed, drawn, by_share)
+        words = _saved_tokenizer(kind, vocabulary, _texts(found, chunks, text_key, progress), folder)
         saved = [] if kind == "bytes" else [tokenizer.SAVED_AS]
-        work = parts.Work(
+        work = token_shards.Task(
             directory=folder,
             sources=found,
-            chunks=sources.chunks(found, chunk_bytes),
+            chunks=chunks,
             tokenizer=folder / tokenizer.SAVED_AS if saved else None,
             dtype=indexed.token_dtype(words.size).name,
+            key=text_key,
+            is_pretrained=_is_pretrained(kind) is not None,
         )
         _tokenize(work, workers, progress)
-        joined = _join(work, exact, seed, progress)
+        joined = _join(work, drawn, seed, progress)
+        splits.check_filled([joined.splits[name]["documents"] for name in SPLITS], exact)
         manifest = {
             "format": files.FORMAT,
             "versions": versions,
@@ -123,8 +145,8 @@ def prepare(
             "splits": joined.splits,
             "inputs": [{**about, **_counted(c)} for about, c in zip(about_inputs, joined.counts, strict=True)],
         }
-        names = [name for s in SPLITS if joined.splits[s]["documents"] for name in workspace.token_files(s)]
-        workspace.publish(folder, output, names + saved, manifest)
+        names = [name for s in SPLITS if joined.splits[s]["documents"] for name in output_dir.token_files(s)]
+        output_dir.publish(folder, output, names + saved, manifest)
     return Prepared(manifest, was_there=False)
 
 
@@ -135,11 +157,14 @@ def _describe(kind: str, vocabulary: int) -> dict[str, Any]:
     if kind == "bpe":
         tokenizer.check_vocabulary(vocabulary)
         return {"kind": kind, "vocabulary": vocabulary}
+    if saved := _is_pretrained(kind):
+        tokenizer.pretrained(saved)  # refuses a bad one before anything is written
+        return {"kind": tokenizer.SAVED_AS, "files": {tokenizer.SAVED_AS: integrity.checksum(saved)}}
     if kind not in KINDS and not Path(kind).is_dir():
         hint = did_you_mean(kind, KINDS)
         raise ValueError(
-            f"the tokenizer {kind!r} is unknown{hint} (known: {', '.join(KINDS)}, or a directory with vocab.json and "
-            "merges.txt)"
+            f"the tokenizer {kind!r} is unknown{hint} (known: {', '.join(KINDS)}, a tokenizer.json, or a directory "
+            "with one, or with vocab.json and merges.txt)"
         )
     vocabulary_file, merges_file = tokenizer.files_of(kind)
     tokenizer.from_files(vocabulary_file, merges_file)  # refuses bad ones before anything is written
@@ -157,63 +182,93 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _saved_tokenizer(
-    kind: str, vocabulary: int, found: Sequence[sources.Source], folder: Path, progress: bool
-) -> tokenizer.Tokenizer:
+def _cut(
+    found: Sequence[sources.Source], chunk_bytes: int, seed: int, exact: Sequence[Fraction], by_share: bool
+) -> tuple[list[sources.Source], list[tuple[cuts.ByteRange, ...]]]:
+    """The sources after a look at their content, and their chunks.
+
+    Raises:
+        ValueError: they are too short or too few for the split, as far as that can be seen without tokenizing them.
+    """
+    found = [sources.scanned(source) for source in found]
+    divided = [source for source in found if not source.is_held_out]
+    if not by_share and chunk_bytes < sum(source.size for source in divided) <= _COUNTED:  # a small one is soon done
+        most = sum(sources.lines_in(source) if source.json_lines else 1 for source in divided)
+        if not splits.leaves_none_empty(most, seed, exact):
+            splits.check_filled(np.bincount(splits.assign(0, most, seed, exact), minlength=len(exact)).tolist(), exact)
+    return found, cuts.chunks(found, chunk_bytes, exact if by_share else None)
+
+
+def _saved_tokenizer(kind: str, vocabulary: int, texts: Iterator[str], folder: Path) -> tokenizer.Tokenizer:
     """The tokenizer, in a file for the workers: trained, read, or left by an interrupted run."""
     if kind == "bytes":
         return tokenizer.Bytes()
     path = folder / tokenizer.SAVED_AS
+    words: tokenizer.BytePairs | tokenizer.Pretrained
     if not path.exists():
         if kind == "bpe":
-            words = tokenizer.train(_texts(found, progress), vocabulary)
+            words = tokenizer.train(texts, vocabulary)
+        elif saved := _is_pretrained(kind):
+            words = tokenizer.pretrained(saved)
         else:
             words = tokenizer.from_files(*tokenizer.files_of(kind))
         beside = path.with_name(f"beside-{path.name}")
         words.save(beside)
         integrity.sync(beside)
         beside.replace(path)
-    return tokenizer.load(path)
+    return tokenizer.pretrained(path) if _is_pretrained(kind) else tokenizer.load(path)
 
 
-def _texts(found: Sequence[sources.Source], progress: bool) -> Iterator[str]:
+def _is_pretrained(kind: str) -> Path | None:
+    """The file of a tokenizer that is none of ours."""
+    return None if kind in KINDS else tokenizer.saved_in(kind)
+
+
+def _texts(
+    found: Sequence[sources.Source], chunks: Sequence[Sequence[cuts.ByteRange]], key: str, progress: bool
+) -> Iterator[str]:
     total = sum(source.size for source in found)
     with tqdm(total=total, desc="reading for the tokenizer", unit="B", unit_scale=True, disable=not progress) as bar:
-        for number, source in enumerate(found):
-            for text in sources.read(source, sources.ByteRange(number, 0, source.size), sources.Lines()):
+        for span in (span for chunk in chunks for span in chunk):
+            source = found[span.source]
+            for text in () if source.is_held_out else sources.read(source, span, sources.Lines(), key):
                 if isinstance(text, str):
                     yield text
-            bar.update(source.size)
+            bar.update(span.stop - span.start)
 
 
-def _tokenize(work: parts.Work, workers: int, progress: bool) -> None:
+def _tokenize(work: token_shards.Task, workers: int, progress: bool) -> None:
     sizes = [sum(span.stop - span.start for span in chunk) for chunk in work.chunks]
     done = sum(sizes) - sum(sizes[number] for number in work.missing())
     bar = tqdm(total=sum(sizes), initial=done, desc="tokenizing", unit="B", unit_scale=True, disable=not progress)
     with bar:
-        for number in parts.make(work, workers):
+        for number in token_shards.make(work, workers):
             bar.update(sizes[number])
 
 
 @dataclass(frozen=True)
 class _Joined:
-    counts: list[parts.Counts]
+    counts: list[token_shards.Counts]
     """For each source."""
     splits: dict[str, dict[str, Any]]
 
 
-def _join(work: parts.Work, exact: Sequence[Fraction], seed: int, progress: bool) -> _Joined:
-    """The parts, in order, as three pairs of files in the same folder."""
+def _join(work: token_shards.Task, exact: Sequence[Fraction], seed: int, progress: bool) -> _Joined:
+    """The token shards, in order, as three pairs of files in the same folder."""
     writers = [indexed.Writer(work.directory / split, np.dtype(work.dtype)) for split in SPLITS]
-    counts = [parts.Counts(number) for number in range(len(work.sources))]
+    counts = [token_shards.Counts(number) for number in range(len(work.sources))]
     documents = 0
     for number in tqdm(range(len(work.chunks)), desc="writing", unit="part", disable=not progress):
-        new, spans = parts.load(work, number)
-        for span in spans:
-            counts[span.source] += span
-        for document, chosen in zip(new, splits.assign(documents, len(new), seed, exact), strict=True):
-            writers[chosen].add(document)
-        documents += len(new)
+        new, found = token_shards.load(work, number)
+        pieces = iter(new)
+        for span, about in zip(work.chunks[number], found, strict=True):
+            counts[about.source] += about
+            source = work.sources[about.source]
+            drawn = splits.assign(documents, about.documents if span.ends else 1, seed, exact)
+            own = SPLITS.index(source.split) if source.is_held_out else span.split
+            for chosen in drawn if own < 0 else [own] * len(drawn):
+                writers[chosen].add(next(pieces), ends=span.ends)
+            documents += about.documents
     for writer in writers:
         writer.close()
     if not documents:
@@ -221,11 +276,10 @@ def _join(work: parts.Work, exact: Sequence[Fraction], seed: int, progress: bool
         bad = [(work.sources[c.source].path, *c.first_bad[0]) for c in counts if c.bad]
         why = "{} line {}: {}".format(*bad[0]) if bad else "all its lines are blank"
         raise ValueError(f"there are no documents in the input: {why}")
-    splits.check_filled([writer.documents for writer in writers], exact)
     written: dict[str, dict[str, Any]] = {}
     for split, writer in zip(SPLITS, writers, strict=True):
         written[split] = {"documents": writer.documents, "tokens": writer.tokens}
-        for name in workspace.token_files(split) if writer.documents else ():
+        for name in output_dir.token_files(split) if writer.documents else ():
             path = work.directory / name
             integrity.sync(path)
             content = integrity.content_of(path)
@@ -233,7 +287,7 @@ def _join(work: parts.Work, exact: Sequence[Fraction], seed: int, progress: bool
     return _Joined(counts, written)
 
 
-def _counted(counts: parts.Counts) -> dict[str, Any]:
+def _counted(counts: token_shards.Counts) -> dict[str, Any]:
     first = [{"line": line, "why": why} for line, why in counts.first_bad]
     return {
         "documents": counts.documents,

@@ -1,6 +1,6 @@
 """Batches of token windows, from the number of the step alone.
 
-A split is one long stream of tokens, cut into windows of sequence + 1. Neighbours share a token, the last target of one
+A split is one long stream of tokens, cut into windows of sequence + 1. Neighbors share a token, the last target of one
 being the first input of the next, so every token but the first is predicted once in an epoch; what is left over at the
 end is shorter than a window and is not used.
 """
@@ -58,10 +58,16 @@ class Samples:
     def batch(
         self, step: int, global_batch: int, micro_batch: int, data_parallel_rank: int = 0, data_parallel_size: int = 1
     ) -> list[torch.Tensor]:
+        """A rank's micro-batches of a step, where all steps have as many samples: see :meth:`batch_from`."""
+        return self.batch_from(step * global_batch, global_batch, micro_batch, data_parallel_rank, data_parallel_size)
+
+    def batch_from(
+        self, first: int, global_batch: int, micro_batch: int, data_parallel_rank: int = 0, data_parallel_size: int = 1
+    ) -> list[torch.Tensor]:
         """A rank's micro-batches of a step, int64 of [micro_batch, sequence + 1] each.
 
-        The step's samples are numbers ``step * global_batch`` and following of an endless series: every window once, in
-        an order drawn from the seed and the epoch, then every window again in another order. Rank r has the r-th of
+        The step's samples are numbers ``first`` and following of an endless series: every window once, in an order
+        drawn from the seed and the epoch, then every window again in another order. Rank r has the r-th of
         ``data_parallel_size`` equal runs of them. So all ranks' micro-batches, one after the other, are the same global
         batch in the same order, whatever their number and size.
 
@@ -69,14 +75,13 @@ class Samples:
             ValueError: the global batch does not divide by micro_batch x data_parallel_size.
         """
         _check_rank(data_parallel_rank, data_parallel_size)
-        if step < 0 or micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * data_parallel_size):
+        if first < 0 or micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * data_parallel_size):
             raise ValueError(
-                f"step {step}: global_batch={global_batch} must be a multiple of micro_batch x data-parallel ranks = "
-                f"{micro_batch} x {data_parallel_size}, and none of them less than 1"
+                f"sample {first}: global_batch={global_batch} must be a multiple of micro_batch x data-parallel ranks ="
+                f" {micro_batch} x {data_parallel_size}, and none of them less than 1"
             )
         share = global_batch // data_parallel_size
-        first = step * global_batch + data_parallel_rank * share
-        return self._read(self.order(first, share), micro_batch)
+        return self._read(self.order(first + data_parallel_rank * share, share), micro_batch)
 
     def order(self, first: int, count: int) -> NDArray[np.int64]:
         """Which windows are numbers ``first`` to ``first + count - 1`` of the endless series."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -26,11 +26,19 @@ def shares(split: Sequence[str | float]) -> tuple[Fraction, ...]:
         exact = ()
     if len(exact) != len(SPLITS) or any(share < 0 for share in exact):
         raise ValueError(f"split={split!r} should be three shares for {', '.join(SPLITS)}, like 0.98,0.01,0.01")
+    if any(share > 1 for share in exact):
+        raise ValueError(f"split={split!r} has a share above 1; the three should sum to 1")
     if sum(exact) != 1:
         raise ValueError(f"the shares of split={split!r} sum to {float(sum(exact)):g} and should sum to 1")
     if not exact[0]:
         raise ValueError(f"split={split!r} leaves nothing for training")
     return exact
+
+
+def without(exact: Sequence[Fraction], named: Collection[str]) -> tuple[Fraction, ...]:
+    """The shares by which the other documents are drawn, if the input itself has the splits ``named``."""
+    left = [Fraction(0) if name in named else share for name, share in zip(SPLITS[1:], exact[1:], strict=True)]
+    return 1 - sum(left, Fraction()), *left
 
 
 def assign(first: int, count: int, seed: int, exact: Sequence[Fraction]) -> NDArray[np.int64]:
@@ -42,6 +50,12 @@ def assign(first: int, count: int, seed: int, exact: Sequence[Fraction]) -> NDAr
     ends = np.array([int(sum(exact[:i], Fraction()) * _ALL) for i in range(1, len(exact))], dtype=np.uint64)
     chosen: NDArray[np.int64] = np.searchsorted(ends, drawn, side="right")
     return chosen
+
+
+def leaves_none_empty(documents: int, seed: int, exact: Sequence[Fraction]) -> bool:
+    """Whether of so many documents, or fewer, each split can get one."""
+    counts = np.bincount(assign(0, documents, seed, exact), minlength=len(exact))
+    return all(count or not share for count, share in zip(counts, exact, strict=True))
 
 
 def check_filled(documents: Sequence[int], exact: Sequence[Fraction]) -> None:

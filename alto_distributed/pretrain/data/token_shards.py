@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from .. import integrity
 from . import tokenizer
-from .sources import Bad, ByteRange, Lines, Source, read
+from .cuts import ByteRange
+from .sources import TEXT_KEY, Bad, Lines, Source, read
 
 #: How many bad lines of a file are told by number and reason. All are counted.
 REPORTED = 10
@@ -55,15 +56,19 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Work:
+class Task:
     """What a process must know to make any part."""
 
     directory: Path
     sources: Sequence[Source]
     chunks: Sequence[tuple[ByteRange, ...]]
     tokenizer: Path | None
-    """File of a BPE, or None for bytes."""
+    """File of one, or None for bytes."""
     dtype: str
+    key: str = TEXT_KEY
+    """What has the text, in JSON lines."""
+    is_pretrained: bool = False
+    """The tokenizer is somebody else's, not a byte-level BPE like GPT-2's."""
 
     def part(self, number: int) -> Path:
         return self.directory / f"part-{number:07d}.npz"
@@ -73,7 +78,7 @@ class Work:
         return [number for number in range(len(self.chunks)) if self.part(number).name not in there]
 
 
-def make(work: Work, workers: int) -> Iterator[int]:
+def make(work: Task, workers: int) -> Iterator[int]:
     """Make the parts that are missing, and tell the number of each when it is there, in any order."""
     missing = work.missing()
     if workers == 1 or len(missing) <= 1:
@@ -102,22 +107,30 @@ def make(work: Work, workers: int) -> Iterator[int]:
             raise
 
 
-def load(work: Work, number: int) -> tuple[list[NDArray[Any]], list[Counts]]:
-    """The documents of a part, each with its end, and what was in each of the chunk's spans."""
-    with np.load(work.part(number), allow_pickle=False) as saved:
-        tokens, lengths, counts = saved["tokens"], saved["lengths"], json.loads(saved["counts"].tobytes())
-    spans = [Counts(**{**c, "first_bad": tuple((line, why) for line, why in c["first_bad"])}) for c in counts]
+def load(work: Task, number: int) -> tuple[list[NDArray[Any]], list[Counts]]:
+    """The documents of a part, or pieces of them, and what was in each of the chunk's spans."""
+    path = work.part(number)
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            tokens, lengths, counts = saved["tokens"], saved["lengths"], json.loads(saved["counts"].tobytes())
+        spans = [Counts(**{**c, "first_bad": tuple((line, why) for line, why in c["first_bad"])}) for c in counts]
+    except OSError:
+        raise
+    except Exception as error:  # of zipfile, numpy or json; it has a checksum
+        raise ValueError(f"{path} is damaged ({error}); remove it and run the same command again") from None
     return np.split(tokens, np.cumsum(lengths)[:-1]) if lengths.size else [], spans
 
 
-def open_tokenizer(work: Work) -> tokenizer.Tokenizer:
-    return tokenizer.Bytes() if work.tokenizer is None else tokenizer.load(work.tokenizer)
+def open_tokenizer(work: Task) -> tokenizer.Tokenizer:
+    if work.tokenizer is None:
+        return tokenizer.Bytes()
+    return tokenizer.pretrained(work.tokenizer) if work.is_pretrained else tokenizer.load(work.tokenizer)
 
 
-_here: tuple[Work, tokenizer.Tokenizer] | None = None
+_here: tuple[Task, tokenizer.Tokenizer] | None = None
 
 
-def _begin(work: Work) -> None:
+def _begin(work: Task) -> None:
     global _here
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends these
@@ -128,7 +141,7 @@ def _begin(work: Work) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Python leaves the processes of a pool behind, waiting for ever, when their parent is killed."""
+    """Python leaves the processes of a pool behind, and they hang, when their parent is killed."""
     wait([parent])
     os._exit(1)
 
@@ -139,23 +152,23 @@ def _make_here(number: int) -> None:
     _make(*_here, number)
 
 
-def _make(work: Work, words: tokenizer.Tokenizer, number: int) -> None:
+def _make(work: Task, words: tokenizer.Tokenizer, number: int) -> None:
     end = np.array([words.end_of_document])
     documents: list[NDArray[np.int64]] = []
     counts = []
     for span in work.chunks[number]:
         source, lines, bad, before = work.sources[span.source], Lines(), [], len(documents)
-        for found in read(source, span, lines):
+        for found in read(source, span, lines, work.key):
             if isinstance(found, Bad):
                 bad.append((found.line, found.why))
                 continue
             ids = words.encode(found)
             if ids.size and ids.max() >= words.size:
                 raise ValueError(f"{source.path}: token {ids.max()} is not below the vocabulary's size {words.size}")
-            documents.append(np.concatenate([ids, end]))
+            documents.append(np.concatenate([ids, end]) if span.ends else ids)
         new = documents[before:]
-        tokens = sum(d.size for d in new)
-        counts.append(Counts(span.source, lines.read, len(new), tokens, len(bad), tuple(bad[:REPORTED])))
+        tokens, whole = sum(d.size for d in new), len(new) if span.ends else 0
+        counts.append(Counts(span.source, lines.read, whole, tokens, len(bad), tuple(bad[:REPORTED])))
     _save(
         work.part(number),
         tokens=np.concatenate([*documents, np.zeros(0, np.int64)]).astype(work.dtype),

@@ -1,11 +1,13 @@
-"""Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or GPT-2's from files on this machine.
+"""Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or one from files on this machine.
 
 Nothing is ever downloaded. What a tokenizer needs is saved beside the data, so that it can be decoded later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import os
 import re
 import tempfile
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MissingExtra
+from ...errors import MissingExtra, one_line
 from ...extras import what_to_install
 from ..integrity import checksum
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SAVED_AS = "tokenizer.json"
+#: What tokenizers call the end of a document, in the order in which they are looked for.
+_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 _FILE_NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 #: OpenAI's files as tiktoken caches them: under the SHA-1 of the address, with the SHA-256 of what is inside.
@@ -36,7 +40,16 @@ _GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main
 
 #: Between a lone newline and a visible character GPT-2's pattern always begins a new word, so text may be cut there.
 _CUT = re.compile(r"\S\n(?=\S)")
+_CANNOT_ENCODE = (
+    "the tokenizer cannot encode a text (--tokenizer names another, such as one with a token for the unknown)"
+)
 _PIECE = 1 << 16
+_AT_ONCE = 8  # pieces: the library keeps a hundred bytes for each of their tokens
+
+#: Each merge that is trained goes through all words with its pair. Text has few that are longer than a line, so a few
+#: of those are trained on; a file of a single word would take very long.
+_LONG_WORD = re.compile(r"[^\W\d_]{100,}|\d{100,}|(?:[^\w\s]|_){100,}|\s{100,}")
+_LONG_WORDS = 1 << 16  # characters in all
 
 
 class Tokenizer(Protocol):
@@ -49,6 +62,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without ends of documents."""
+
+    def library(self) -> Library:
+        """The same as a tokenizer of the tokenizers library, a new one each time."""
 
 
 class Bytes:
@@ -63,8 +79,33 @@ class Bytes:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i != self.end_of_document).decode(errors="replace")
 
+    def library(self) -> Library:
+        # The alphabet has a character for each byte: itself if it is visible in Latin-1, or else one from 256 on.
+        visible = [b for b in range(256) if b in range(33, 127) or b in range(161, 173) or b in range(174, 256)]
+        others = [b for b in range(256) if b not in visible]
+        letters = {**{chr(b): b for b in visible}, **{chr(256 + n): b for n, b in enumerate(others)}}
+        return _byte_level(_library().models.BPE(vocab=letters, merges=[]))
 
-class BytePairs:
+
+class _OfLibrary:
+    """What the tokenizers below share: one of the tokenizers library inside."""
+
+    _library: Library
+    end_of_document: int
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with _refused("the tokenizer cannot decode ids"):
+            return self._library.decode([int(i) for i in ids if i != self.end_of_document], skip_special_tokens=False)
+
+    def library(self) -> Library:
+        copied: Library = _library().Tokenizer.from_str(self._library.to_str())
+        return copied
+
+    def save(self, path: Path) -> None:
+        self._library.save(str(path), pretty=False)
+
+
+class BytePairs(_OfLibrary):
     """A byte-level BPE with GPT-2's pattern for words, by the tokenizers library."""
 
     def __init__(self, library: Library) -> None:
@@ -81,14 +122,40 @@ class BytePairs:
         self.size = max(*vocabulary.values(), self.end_of_document) + 1
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        encoded = self._library.encode_batch_fast(list(pieces(text)), add_special_tokens=False)
-        return np.concatenate([np.array(piece.ids, dtype=np.int64) for piece in encoded])
+        waiting, ids = pieces(text), [np.zeros(0, np.int64)]
+        while some := list(itertools.islice(waiting, _AT_ONCE)):
+            with _refused(_CANNOT_ENCODE):
+                encoded = self._library.encode_batch_fast(some, add_special_tokens=False)
+            ids += [np.array(piece.ids, dtype=np.int64) for piece in encoded]
+        return np.concatenate(ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._library.decode([int(i) for i in ids if i != self.end_of_document], skip_special_tokens=False)
 
-    def save(self, path: Path) -> None:
-        self._library.save(str(path), pretty=False)
+class Pretrained(_OfLibrary):
+    """Any tokenizer of the tokenizers library, as it was saved. What it cannot express, its text loses.
+
+    Args:
+        library: of its file.
+        end_of_document: the id that ends a document; None for the token that the tokenizer has for it, or a new one.
+    """
+
+    def __init__(self, library: Library, end_of_document: int | None = None) -> None:
+        library.no_truncation()
+        library.no_padding()
+        # As the text that they are: one that spells them out must not contain them.
+        library.encode_special_tokens = True
+        known = library.get_vocab(with_added_tokens=True)
+        if not known:
+            raise ValueError("the tokenizer has no tokens")
+        found = (known[token] for token in _ENDS if token in known)
+        own = next(found, max(known.values()) + 1)
+        self._library = library
+        self.end_of_document = own if end_of_document is None else end_of_document
+        self.size = max(*known.values(), self.end_of_document) + 1
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        with _refused(_CANNOT_ENCODE):
+            encoded = self._library.encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, dtype=np.int64)
 
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
@@ -103,7 +170,7 @@ def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
 def train(documents: Iterable[str], vocabulary: int) -> BytePairs:
     """A BPE of ``vocabulary`` tokens, the end of a document among them; fewer if the corpus has not so many.
 
-    The same documents give the same one.
+    The same documents give the same one. Of words from 100 characters on it sees the first 65,536 characters.
     """
     check_vocabulary(vocabulary)
     models, trainers = _library().models, _library().trainers
@@ -114,8 +181,23 @@ def train(documents: Iterable[str], vocabulary: int) -> BytePairs:
         show_progress=False,
         initial_alphabet=_library().pre_tokenizers.ByteLevel.alphabet(),
     )
-    library.train_from_iterator((piece for text in documents for piece in pieces(text)), trainer)
+    texts = _with_few_long_words(documents)
+    # The library takes 256 of them into its memory at a time.
+    library.train_from_iterator((piece for text in texts for piece in pieces(text, _PIECE >> 4)), trainer)
     return BytePairs(library)
+
+
+def _with_few_long_words(documents: Iterable[str]) -> Iterator[str]:
+    """The documents, but a space in place of each word from 100 characters on, once there have been enough of them."""
+    room = _LONG_WORDS
+
+    def kept(word: re.Match[str]) -> str:
+        nonlocal room
+        room -= len(word.group())
+        return word.group() if room >= 0 else " "
+
+    for text in documents:
+        yield _LONG_WORD.sub(kept, text)
 
 
 def check_vocabulary(vocabulary: int) -> None:
@@ -134,10 +216,8 @@ def from_files(vocabulary: Path, merges: Path) -> BytePairs:
     for path, what in ((vocabulary, "vocabulary"), (merges, "merges")):
         if not path.is_file():
             raise ValueError(f"the tokenizer's {what} file {path} does not exist")
-    try:
+    with _refused(f"{vocabulary} and {merges} are not a BPE's vocabulary and merges"):
         model = _library().models.BPE.from_file(str(vocabulary), str(merges))
-    except Exception as error:  # the library has no type of its own for it
-        raise ValueError(f"{vocabulary} and {merges} are not a BPE's vocabulary and merges: {error}") from None
     return BytePairs(_byte_level(model))
 
 
@@ -165,12 +245,42 @@ def files_of(name: str) -> tuple[Path, Path]:
 
 def load(path: Path) -> BytePairs:
     """What :meth:`BytePairs.save` wrote."""
+    return BytePairs(_read(path))
+
+
+def pretrained(path: Path, end_of_document: int | None = None) -> Pretrained:
+    """A tokenizer.json, with the end of a document that :class:`Pretrained` chooses, or a given one.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    return Pretrained(_read(path), end_of_document)
+
+
+def saved_in(name: str) -> Path | None:
+    """The tokenizer.json that a name stands for: the file itself, or a directory with it and without GPT-2's files."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    has_gpt2 = any(all((path / file).exists() for file in names) for names in _FILE_NAMES)
+    return path / SAVED_AS if (path / SAVED_AS).is_file() and not has_gpt2 else None
+
+
+def _read(path: Path) -> Library:
+    with _refused(f"the tokenizer {path} cannot be read"):
+        library: Library = _library().Tokenizer.from_file(str(path))
+    return library
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """An answer of the library in one line: it has no type of its own for it, and its panics are no Exceptions."""
     try:
-        return BytePairs(_library().Tokenizer.from_file(str(path)))
-    except ValueError:
+        yield
+    except (KeyboardInterrupt, SystemExit, MissingExtra):
         raise
-    except Exception as error:
-        raise ValueError(f"the tokenizer {path} cannot be read: {error}") from None
+    except BaseException as error:
+        raise ValueError(f"{what}: {one_line(error)}") from None
 
 
 def _byte_level(model: Any) -> Library:

@@ -38,7 +38,11 @@ class Engine(Protocol):
     device: torch.device
 
     def train(self, micro_batches: Sequence[torch.Tensor], lr: float) -> Step:
-        """One optimizer step on this rank's micro-batches, each [samples, sequence + 1] of token ids."""
+        """One optimizer step on this rank's micro-batches, each [samples, sequence + 1] of token ids.
+
+        Raises:
+            Diverged: on all ranks, if there can be no step any more.
+        """
 
     def evaluate(self, micro_batches: Sequence[torch.Tensor]) -> float:
         """Mean loss over the tokens of all ranks' micro-batches. All ranks have as many."""
@@ -66,6 +70,27 @@ class Engine(Protocol):
 
 
 def build(run: Run) -> Engine:
-    """The engine that a run names, with freshly initialised weights. Called by all ranks."""
+    """The engine that a run names, with freshly initialized weights. Called by all ranks."""
     module = importlib.import_module(f"alto_distributed.pretrain.engines.{run.engine}.engine")
     return cast(Engine, module.build(run))
+
+
+def check(run: Run, data_parallel: int) -> None:
+    """Refuse what the engine of a run would refuse, as far as that needs neither the framework nor ranks.
+
+    Raises:
+        ValueError: as :func:`build`.
+    """
+    importlib.import_module(f"alto_distributed.pretrain.engines.{run.engine}.checks").check(run, data_parallel)
+
+
+def read_weights(run: Run, directory: Path) -> dict[str, torch.Tensor]:
+    """The whole weights of a checkpoint that :meth:`Engine.save` wrote, by the names of the run's model, on the CPU.
+
+    In the precision in which the run trained. Called by one process, without ranks.
+
+    Raises:
+        ValueError: a file holds more than data, or not the weights of this model.
+    """
+    module = importlib.import_module(f"alto_distributed.pretrain.engines.{run.engine}.weights")
+    return cast("dict[str, torch.Tensor]", module.read(run, directory))

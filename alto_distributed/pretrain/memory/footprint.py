@@ -23,6 +23,10 @@ STATES: Mapping[str, Mapping[str, int]] = {
     "adam": {"exp_avg": 4, "exp_avg_sq": 4},
     "adabelief": {"exp_avg": 4, "exp_avg_sq": 4},
     "lion": {"exp_avg": 4},
+    "ademamix": {"exp_avg": 4, "exp_avg_sq": 4, "more": 4},
+    "muon": {"exp_avg": 4, "exp_avg_sq": 4},  # matrices have one of them
+    "mars": {"exp_avg": 4, "exp_avg_sq": 4, "more": 4},
+    "soap": {"exp_avg": 4, "exp_avg_sq": 4, "more": 34},  # two squares for each side of a matrix of 4 to 1; others less
     # e-optimizer-adaptor 0.1.0: also the previous gradient, the acceleration, and both moments corrected for bias.
     "official": {"exp_avg": 4, "exp_avg_sq": 4, "more": 16},
 }

@@ -14,14 +14,14 @@ import torch
 
 from ...errors import shown
 from ...hyperparameters import Hyperparameters
-from ..config.settings import Run
+from ..config.settings import Model, Run
 from ..engines.deepspeed import json_settings as deepspeed_json
 from .footprint import STATES, Footprint, Setting, footprint
 from .shapes import count, of_model
 
 
 def parameter_count(run: Run) -> int:
-    """Of the whole model: embeddings (the output's is tied), layers, last norm."""
+    """Of the whole model: embeddings (GPT-2's output is tied to one), layers, last norm."""
     return count(of_model(run.model))
 
 
@@ -81,12 +81,24 @@ def activations(run: Run) -> float:
     m, half = run.model, run.training.precision != "fp32"
     tokens = run.training.micro_batch * m.sequence
     wide = 1 if half else 2
-    in_layers = 34 * m.layers * m.hidden * wide
+    one_layer = _in_a_layer(m) * wide
+    in_layers = m.layers * one_layer
     if run.training.recompute:  # every layer's input, and one layer in full
-        in_layers = (2 * m.layers + 34) * m.hidden * wide
+        in_layers = 2 * m.layers * m.hidden * wide + one_layer
     logits = m.vocabulary * 2 * wide + m.vocabulary * 4  # and their float32 copy in the loss
     layers = 1 if run.training.recompute else m.layers
     return float(tokens * (in_layers + logits) + layers * attention_matrices(run))
+
+
+def _in_a_layer(m: Model) -> int:
+    """Bytes a token that a layer keeps in half precision.
+
+    GPT-2: 34 a unit of hidden, of which 16 in the feed-forward block. Llama: norms, residuals and the rotated queries,
+    keys and values in attention; gate, up, their SiLU and product in the feed-forward block.
+    """
+    if m.kind == "gpt2":
+        return 18 * m.hidden + 4 * m.inner
+    return 16 * m.hidden + 4 * (m.hidden // m.heads) * m.groups + 8 * m.inner
 
 
 def attention_matrices(run: Run) -> float:

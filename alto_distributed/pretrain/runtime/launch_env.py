@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import signal
 import socket
@@ -40,9 +41,16 @@ def read_launch_env() -> None:
             ) from None
         world = MPI.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
-        local = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
-        address = world.bcast(os.environ.get("MASTER_ADDR") or _address() if rank == 0 else None)
-        port = world.bcast(own_store.hold(address, int(os.environ.get("MASTER_PORT", "0"))) if rank == 0 else None)
+        here = world.Split_type(MPI.COMM_TYPE_SHARED)
+        local, one_machine = here.Get_rank(), here.Get_size() == size
+        address = world.bcast(os.environ.get("MASTER_ADDR") or _address(one_machine) if rank == 0 else None)
+        if not address:
+            raise ValueError(
+                "mpirun started ranks on several machines, and the first one finds no address of its own that the "
+                "others could reach: set MASTER_ADDR to one, as in mpirun -x MASTER_ADDR=10.0.0.1"
+            )
+        asked = int(os.environ.get("MASTER_PORT", "0"))
+        port = world.bcast(own_store.hold(address, asked, one_machine=one_machine) if rank == 0 else None)
     else:
         rank, size, local, address = 0, 1, 0, "127.0.0.1"
         port = own_store.hold(address)
@@ -51,14 +59,30 @@ def read_launch_env() -> None:
     own_store.use(port)
 
 
-def _address() -> str:
-    """A name of this host that the others can reach; one that they cannot resolve is replaced by its number."""
-    name = socket.gethostname()
-    try:
-        number = socket.gethostbyname(name)
-    except OSError:
+def _address(one_machine: bool) -> str:
+    """A number of this host at which all ranks reach it; "" if there is none.
+
+    Many hosts give their own name a loopback address, which on another machine is that machine. Then it is the number
+    of the interface that packets to elsewhere leave from.
+    """
+    if one_machine:
         return "127.0.0.1"
-    return number
+    for find in (_number_of_name, _number_of_route):
+        with contextlib.suppress(OSError):
+            number = find()
+            if not ipaddress.ip_address(number).is_loopback:
+                return number
+    return ""
+
+
+def _number_of_name() -> str:
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _number_of_route() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address for documentation; connecting a datagram socket sends nothing
+        return str(probe.getsockname()[0])
 
 
 def end_with_launcher() -> None:

@@ -2,11 +2,15 @@
 
 torch would listen on all interfaces, at a port that was free a moment ago and may be another's by then. Here the
 socket is bound before anyone is told of its port, and to the one address at which the ranks look for it.
+
+It has no secret. torch's store knows no password, and tells anyone who connects the names of all keys, so that secret
+names would be none either.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 from typing import Any
@@ -20,17 +24,18 @@ _held: list[Any] = []
 _used: list[int] = []
 
 
-def hold(address: str, port: int = 0) -> int:
+def hold(address: str, port: int = 0, *, one_machine: bool = True) -> int:
     """Open a store for as long as this process lives.
 
     Args:
         address: at which the other ranks reach this one.
         port: to listen at; 0 for any that is free.
+        one_machine: whether all ranks are on this one.
 
     Returns:
         Its port.
     """
-    listening = _listen(address, port)
+    listening = _listen(address, port, one_machine)
     port = int(listening.getsockname()[1])
     stores: Any = dist  # torch's types leave them out
     # Not libuv's: it does not take over a socket in every torch that is supported.
@@ -53,12 +58,17 @@ def is_used() -> bool:
     return bool(_used)
 
 
-def _listen(address: str, port: int) -> socket.socket:
-    """At one address, or at all of this host's if that one is not its own, as behind a service of Kubernetes."""
+def _listen(address: str, port: int, one_machine: bool) -> socket.socket:
+    """At one address; at all of this host's if that one is not its own, as behind a service of Kubernetes, or is one
+    that other machines do not reach: many hosts give their own name a loopback address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=2048)
+        listening = socket.create_server((address, port), family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
         return socket.create_server(("", port), backlog=2048)
+    if one_machine or not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+        return listening
+    listening.close()
+    return socket.create_server(("", port), backlog=2048)

@@ -39,7 +39,8 @@ def rendezvous_again(seconds: float) -> None:
 
 def _invite(store: Any, world: int, limit: timedelta) -> int:
     """Rank 0: say who it is, wait until all others have answered to that, and tell them whose answers it has."""
-    me, port = uuid.uuid4().hex, own_store.hold(os.environ["MASTER_ADDR"])
+    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
+    me, port = uuid.uuid4().hex, own_store.hold(os.environ["MASTER_ADDR"], one_machine=one_machine)
     store.set("first", me)
     answers = [f"{me}/{rank}" for rank in range(1, world)]
     if answers:

@@ -28,7 +28,7 @@ from ...config.parsing import parse_json
 from ...config.settings import Run
 from ...integrity import checksum
 
-_TAG, _UNIVERSAL, _ABOUT, _SOURCE = "saved", "universal", "saved_by.json", "converted_from.json"
+TAG, _UNIVERSAL, _ABOUT, _SOURCE = "saved", "universal", "saved_by.json", "converted_from.json"
 
 
 def save(engine: Any, run: Run, directory: Path) -> dict[Path, Written]:
@@ -52,7 +52,7 @@ def save(engine: Any, run: Run, directory: Path) -> dict[Path, Written]:
         replaced(files, "save", save_and_note),
         failing_late((files, "save"), (files, "makedirs"), (engine, "_copy_recovery_script")) as attempt,
     ):
-        engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
         if dist.get_rank() == 0:
             attempt(lambda: _write_about(engine, run, directory))
         dist.barrier()
@@ -60,7 +60,7 @@ def save(engine: Any, run: Run, directory: Path) -> dict[Path, Written]:
 
 
 def _write_about(engine: Any, run: Run, directory: Path) -> None:
-    (directory / "latest").write_text(_TAG)  # for zero_to_fp32.py, which DeepSpeed puts there
+    (directory / "latest").write_text(TAG)  # for zero_to_fp32.py, which DeepSpeed puts there
     # Last, and in one piece: a checkpoint without it was not finished.
     part = directory / f"{_ABOUT}.part"
     part.write_text(json.dumps(_about(engine, run), indent=2) + "\n")
@@ -77,10 +77,10 @@ def load(engine: Any, run: Run, directory: Path, saved_by: int) -> None:
     """
     now = _about(engine, run)
     run_on_rank0(lambda: _refuse_others(directory, now))
-    refuse_code(directory, (directory / _TAG).glob("*.pt"), CLASSES)
+    refuse_code(directory, (directory / TAG).glob("*.pt"), CLASSES)
     names = optimizers.arguments(run)
     own = [{key: group[key] for key in group if key in names} for group in engine.basic_optimizer.param_groups]
-    tag = _TAG
+    tag = TAG
     if saved_by != dist.get_world_size() and now["zero_stage"] > 0:
         with only_data(CLASSES):
             run_on_rank0(lambda: _convert(directory, run))
@@ -154,7 +154,7 @@ def _convert(directory: Path, run: Run) -> None:
     convert = universal.convert if name in optimizers.ALTO_NAMES else _convert_adam
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            convert(directory / _TAG, part)
+            convert(directory / TAG, part)
     except (OSError, ValueError):
         raise
     except Exception as error:  # of DeepSpeed's converter, or of torch.load

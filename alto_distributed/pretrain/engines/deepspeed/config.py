@@ -7,17 +7,19 @@ something else, it is refused, for one of the two would silently not be what is 
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.runtime.config import DeepSpeedConfig
-
+from ....errors import nearest
 from ....hyperparameters import check_eps
 from ... import optimizers
+from ...config.optimizer_options import WHOLE_NAMES
 from ...config.settings import Run
 from . import json_settings as deepspeed_json
+
+#: The settings with which an optimizer gets whole parameters.
+WHOLE = "deepspeed.config= training.precision=fp32"
 
 _REFUSED = {
     "scheduler": "the learning rate is set by the run's schedule section",
@@ -70,6 +72,12 @@ def deepspeed_config(run: Run, data_parallel: int) -> dict[str, Any]:
             "deepspeed.config, such as configs/deepspeed/pretrain-stage1.json, or set training.precision: bf16"
         )
     _optimizer(config, run)
+    stage = deepspeed_json.zero_stage(config)
+    if run.optimizer.name in WHOLE_NAMES and (stage or training.precision != "fp32"):
+        raise ValueError(
+            f"{run.optimizer.name} looks at whole parameters, and this run has ZeRO stage {stage} in "
+            f"{training.precision}, which hands optimizers pieces of them. Add to the command: {WHOLE}"
+        )
     return config
 
 
@@ -79,6 +87,8 @@ def refuse_what_deepspeed_refuses(config: dict[str, Any], name: str) -> None:
     Raises:
         ValueError: it does not take it.
     """
+    from deepspeed.runtime.config import DeepSpeedConfig  # a dry run reads this module without DeepSpeed
+
     try:
         DeepSpeedConfig(copy.deepcopy(config))
     except Exception as error:  # assertions, pydantic's, TypeError and KeyError from wrong types
@@ -95,9 +105,9 @@ def _refuse(config: Mapping[str, Any]) -> None:
         if section and not (isinstance(section, dict) and section.get("enabled") is False):
             raise ValueError(f'remove "{key}" from the DeepSpeed JSON: {reason}')
     for key in config:
-        near = [] if key in _KNOWN else difflib.get_close_matches(key.lower(), _KNOWN, n=1, cutoff=0.85)
+        near = "" if key in _KNOWN else nearest(key, _KNOWN, cutoff=0.85)
         if near:
-            raise ValueError(f'the DeepSpeed JSON has "{key}", which DeepSpeed would ignore; did you mean "{near[0]}"?')
+            raise ValueError(f'the DeepSpeed JSON has "{key}", which DeepSpeed would ignore; did you mean "{near}"?')
     checkpoint = config.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("load_universal"):
         raise ValueError(
@@ -126,7 +136,7 @@ def _optimizer(config: dict[str, Any], run: Run) -> None:
     if theirs is not None:
         _compare(theirs, kind, arguments)
     if run.optimizer.name in optimizers.THIRD_PARTY:
-        # They treat each element by itself, so a shard of them is exact; DeepSpeed asks because others do not.
+        # Those that ZeRO gets treat each element by itself, so a shard is exact; DeepSpeed asks because others do not.
         config["zero_allow_untested_optimizer"] = True
     # Offloaded, it steps on the CPU: slower than DeepSpeed's own Adam, and the optimizer that the run names.
     config.setdefault("zero_force_ds_cpu_optimizer", False)

@@ -17,11 +17,12 @@ from deepspeed.accelerator import get_accelerator
 
 from ....deepspeed.register import not_stepping, register
 from ....diagnostics import Reading
+from ....errors import Diverged
 from ....optimizer import ALTO
 from ... import optimizers
 from ...checkpoint.io import Written
 from ...config.settings import Run
-from ...model import build_model, inputs_of, next_token_loss, seed_dropout
+from ...model import build_model, document_end, inputs_of, next_token_loss, seed_dropout
 from ...runtime.same_settings import same_settings
 from ...runtime.stopwatch import Stopwatch
 from ..base import Step
@@ -72,6 +73,20 @@ def _nothing_compiled() -> Iterator[None]:
         usable[name] = before
 
 
+@contextlib.contextmanager
+def _diverging() -> Iterator[None]:
+    """What DeepSpeed's loss scaler says, in an Exception of no type of its own, when it can go no lower."""
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise Diverged(
+            "gradients overflow fp16 at the lowest loss scale: lower optimizer.lr, look at the data, or set "
+            "training.precision=bf16"
+        ) from error
+
+
 class DeepSpeedTraining:
     """See :class:`alto_distributed.pretrain.engines.base.Engine`."""
 
@@ -82,6 +97,7 @@ class DeepSpeedTraining:
         config = deepspeed_config(run, self.data_parallel_size)
         self._accumulation = int(config["gradient_accumulation_steps"])
         refuse_what_deepspeed_refuses(config, run.deepspeed.config)
+        self._document_end = document_end(run)
         model = build_model(run)
         groups = optimizers.build_groups(run, model)
         optimizer = optimizers.build_optimizer(run, groups)
@@ -94,14 +110,14 @@ class DeepSpeedTraining:
                 f"the DeepSpeed JSON leaves {self._engine.dp_world_size} of {self.data_parallel_size} ranks to data "
                 "parallelism; remove other kinds of parallelism from it, or set engine: megatron"
             )
-        if self._engine.checkpoint_engine.is_decoupled():
+        if getattr(self._engine.checkpoint_engine, "is_decoupled", bool)():  # not there before 0.17
             raise ValueError('remove "checkpoint": {"writer": ...} from the DeepSpeed JSON: a checkpoint must be on '
                              "disk when save() returns")  # fmt: skip
 
     def train(self, micro_batches: Sequence[torch.Tensor], lr: float) -> Step:
-        engine, wanted = self._engine, self._accumulation
-        if len(micro_batches) != wanted:
-            raise ValueError(f"{len(micro_batches)} micro-batches, and a step of this run has {wanted} on each rank")
+        engine, wanted = self._engine, len(micro_batches)
+        if wanted != self._accumulation:
+            self._accumulate(wanted)
         # The wrappers of all stages step with these very groups.
         for group in engine.basic_optimizer.param_groups:
             group["lr"] = lr
@@ -114,7 +130,7 @@ class DeepSpeedTraining:
                 loss = self._loss(tokens)
             with watch.measuring("backward"):
                 engine.backward(loss)
-            with watch.measuring("optimizer"):
+            with watch.measuring("optimizer"), _diverging():
                 engine.step()  # before the last micro-batch it only counts
             total += loss.detach() / wanted
         dist.all_reduce(total)
@@ -125,6 +141,20 @@ class DeepSpeedTraining:
             skipped=not engine.was_step_applied(),
             seconds=watch.seconds(),
         )
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """Take so many micro-batches in the next steps."""
+        if not micro_batches or not self._run.training.batch_ramp.start:
+            raise ValueError(
+                f"{micro_batches} micro-batches, and a step of this run has {self._accumulation} on each rank"
+            )
+        engine = self._engine
+        engine.set_train_batch_size(micro_batches * engine.train_micro_batch_size_per_gpu() * self.data_parallel_size)
+        # DeepSpeed finds the last micro-batch of a step by counting them all, as if every step had had as many.
+        engine.micro_steps = 0
+        if hasattr(engine.optimizer, "gradient_accumulation_steps"):  # ZeRO's, with offload, decides by its own copy
+            engine.optimizer.gradient_accumulation_steps = micro_batches
+        self._accumulation = micro_batches
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[torch.Tensor]) -> float:
@@ -157,4 +187,4 @@ class DeepSpeedTraining:
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = tokens.to(self.device, torch.long, non_blocking=True)
-        return next_token_loss(self._engine(inputs_of(tokens)).logits, tokens)
+        return next_token_loss(self._engine(**inputs_of(tokens, self._document_end)).logits, tokens)

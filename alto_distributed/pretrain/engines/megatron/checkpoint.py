@@ -61,7 +61,7 @@ def _writer_of(file: str) -> int:
 def _without_writer_processes() -> Iterator[None]:
     """Each rank writes its shards itself, in threads, as in Megatron-LM's main.
 
-    megatron-core 0.16.1 forks processes for that, and a rank waits for ever if one of them is killed, as the kernel
+    megatron-core 0.16.1 forks processes for that, and a rank hangs if one of them is killed, as the kernel
     does when memory runs out. We wait for the writing in any case, so they gain nothing.
     """
     ours = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +25,18 @@ from ....megatron.config import AltoOptimizerConfig
 from ....megatron.param_gather import finish_param_gather
 from ...checkpoint.io import Written
 from ...config.settings import Run
-from ...model import initial_weights, seed_from
+from ...model import document_end, initial_weights, inputs_of, seed_from
 from ...optimizers import ALTO_NAMES, arguments
 from ...runtime.same_settings import same_settings
 from ...runtime.stopwatch import Stopwatch
 from ..base import Step
 from . import checkpoint
-from .gpt2 import build_model, transformer_config
+from .checks import check_optimizer
+from .model import build_model, layers_before, transformer_config
+from .translate import name_in_run
 
+#: Where the names of a model's parameters begin.
+_PARTS = ("embedding.", "decoder.", "output_layer.")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -55,6 +60,7 @@ class MegatronTraining:
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         run.accumulation(self.data_parallel_size)
+        self._document_end = document_end(run)
         self._steps = 0
         dtype = _DTYPES[run.training.precision]
         config = transformer_config(run, dtype)
@@ -74,13 +80,17 @@ class MegatronTraining:
             model,
         )
         self._optimizer = get_megatron_optimizer(optimizer_config(run, dtype), [self._model])
-        for group in self._optimizer.param_groups:  # there is no scheduler of Megatron's that would do it
-            group["weight_decay"] = run.optimizer.weight_decay * group.get("wd_mult", 1.0)
+        self._set_decay()
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
         if layout.overlap:
             config.no_sync_func = self._model.no_sync
         self._passes = get_forward_backward_func()
+
+    def _set_decay(self) -> None:
+        """There is no scheduler of Megatron's that would do it."""
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = self.run.optimizer.weight_decay * group.get("wd_mult", 1.0)
 
     def train(self, micro_batches: Sequence[torch.Tensor], lr: float) -> Step:
         self._model.train()
@@ -107,7 +117,7 @@ class MegatronTraining:
     def _run(self, micro_batches: Sequence[torch.Tensor], forward_only: bool) -> float:
         """The passes over this rank's micro-batches; the mean loss over the tokens of all ranks."""
         losses = self._passes(
-            forward_step_func=_forward,
+            forward_step_func=functools.partial(_forward, self._document_end),
             data_iterator=iter([batch.to(self.device) for batch in micro_batches]),
             model=[self._model],
             num_microbatches=len(micro_batches),
@@ -138,6 +148,7 @@ class MegatronTraining:
         loaded = checkpoint.load(self._described(metadata, is_loading=True), directory)
         self._module().load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])
+        self._set_decay()  # the run's: what was loaded is that of the run that saved
         self._steps = loaded["steps"]
         if self.run.megatron.distributed_optimizer:
             self._weights_from_masters()
@@ -165,7 +176,13 @@ class MegatronTraining:
         return module.module if isinstance(module, Float16Module) else module
 
     def diagnostics(self) -> Mapping[str, Reading]:
-        return diagnostics(self._optimizer)
+        # Under the names of the run's model, which are those of the other engine: Megatron's begin with its wrappers'.
+        before, m = layers_before(self._module()), self.run.model
+        found = {}
+        for name, reading in diagnostics(self._optimizer).items():
+            inner = name[min(name.find(part) for part in _PARTS if part in name) :]
+            found[name_in_run(m, inner, before)] = reading
+        return found
 
     def close(self) -> None:
         # Gradient hooks hold the wrapper in a cycle through autograd, which the collector cannot see. The wrapper holds
@@ -179,6 +196,7 @@ def optimizer_config(run: Run, dtype: torch.dtype) -> OptimizerConfig:
     Raises:
         ValueError: Megatron has no such optimizer, or it has no such option.
     """
+    check_optimizer(run)
     name, options = run.optimizer.name, arguments(run)
     common: dict[str, Any] = {
         "lr": options.pop("lr"),
@@ -195,24 +213,28 @@ def optimizer_config(run: Run, dtype: torch.dtype) -> OptimizerConfig:
         format_ = run.megatron.checkpoint_format if run.megatron.distributed_optimizer else ""
         ours = {f"alto_{option}": value for option, value in options.items()}
         return AltoOptimizerConfig(**common, **ours, alto_checkpoint_format=format_)
-    if name in ("adam", "adamw"):
-        (beta1, beta2), eps = options["betas"], options["eps"]
-        return OptimizerConfig(
-            optimizer="adam",
-            adam_beta1=beta1,
-            adam_beta2=beta2,
-            adam_eps=eps,
-            decoupled_weight_decay=name == "adamw",
-            **common,
-        )
-    raise ValueError(f"Megatron has no optimizer {name!r}: use alto, lamb, adam or adamw, or --engine deepspeed")
+    (beta1, beta2), eps = options["betas"], options["eps"]
+    return OptimizerConfig(
+        optimizer="adam",
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=eps,
+        decoupled_weight_decay=name == "adamw",
+        **common,
+    )
 
 
-def _forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward(document_end: int | None, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     """What Megatron's schedules call for each micro-batch."""
     tokens = next(batches)
-    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(len(tokens), -1)
-    output = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+    inputs = inputs_of(tokens, document_end)
+    ids = inputs["input_ids"].contiguous()
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(ids.shape[1], dtype=torch.long, device=ids.device).expand(len(ids), -1)
+    visible = inputs.get("attention_mask")
+    hidden = None if visible is None else ~visible  # Megatron's masks are True where a token may not look
+    output = model(ids, positions, hidden, labels=tokens[:, 1:].contiguous())
 
     def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = output.float().mean()

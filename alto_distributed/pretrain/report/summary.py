@@ -1,14 +1,13 @@
-"""What came of one run or several: a table, and a figure of loss and perplexity against iterations."""
+"""The figures of runs in a table."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import metrics as logs
+from .. import metrics as logs
 
 
 def summary(directory: Path) -> dict[str, Any]:
@@ -39,48 +38,14 @@ def summary(directory: Path) -> dict[str, Any]:
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Markdown, one row a run."""
     columns = list(summaries[0])
-    rows = [[_cell(row[column]) for column in columns] for row in summaries]
+    rows = [[cell(row[column]) for column in columns] for row in summaries]
     widths = [max(len(column), *(len(row[i]) for row in rows)) for i, column in enumerate(columns)]
     lines = [columns, ["-" * width for width in widths], *rows]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
-def figure(directories: Sequence[Path], path: Path) -> Path:
-    """Draw the runs' curves into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed, or asked for
-    from matplotlib import pyplot
-
-    drawing, (losses, perplexities) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for directory in directories:
-        records = logs.read(directory)
-        trained = [(record["step"], record["loss"]) for record in records if "loss" in record]
-        validated = [(record["step"], record["valid_perplexity"]) for record in records if "valid_perplexity" in record]
-        losses.plot(*zip(*trained, strict=True) if trained else ((), ()), label=directory.name)
-        perplexities.plot(*zip(*validated, strict=True) if validated else ((), ()), marker=".", label=directory.name)
-    losses.set(xlabel="iteration", ylabel="training loss (nats a token)")
-    perplexities.set(xlabel="iteration", ylabel="validation perplexity", yscale="log")
-    for axes in (losses, perplexities):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=120)
-    pyplot.close(drawing)
-    return path
-
-
-def write(directories: Sequence[Path], into: Path) -> tuple[str, Path]:
-    """The table (returned, and kept as report.md and report.json) and the figure (report.png) of some runs."""
-    summaries = [summary(directory) for directory in directories]
-    text = table(summaries)
-    into.mkdir(parents=True, exist_ok=True)
-    (into / "report.md").write_text(text + "\n")
-    (into / "report.json").write_text(json.dumps(summaries, indent=1))
-    return text, figure(directories, into / "report.png")
-
-
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value of the table as text."""
     if isinstance(value, float) and math.isnan(value):
         return "-"
     if isinstance(value, float):
