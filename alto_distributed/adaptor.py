@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -221,7 +221,7 @@ class E(EagerStep):
         return f"E({self.base!r})"
 
     @staticmethod
-    def of(base_class: type[Optimizer]) -> type[E]:
+    def of(base_class: type[Optimizer]) -> type[Adapted]:
         """A class of optimizers: ``E.of(AdamW)(params, lr=1e-3, alpha=-5)`` is ``E(AdamW(params, lr=1e-3), alpha=-5)``.
 
         It is for clients that take a class and keyword arguments. Where the base has an ``alpha`` or ``beta1`` of its
@@ -231,33 +231,43 @@ class E(EagerStep):
             raise ValueError(f"E.of takes a class of optimizers such as torch.optim.AdamW, got {shown(base_class)}")
         if issubclass(base_class, E):
             raise ValueError(f"{base_class.__name__} is adapted already: E of E has no meaning in the paper")
-        own = inspect.signature(base_class).parameters
+        if base_class not in _made:
+            members = {"base_class": base_class, "__doc__": E.__doc__}
+            _made[base_class] = type(f"E{base_class.__name__}", (Adapted,), members)
+        return _made[base_class]
+
+
+class Adapted(E):
+    """E of a class of optimizers; :meth:`E.of` makes one for each base.
+
+    Args:
+        params: as for the base.
+        args: the base's.
+        options: the base's, and E's ``alpha`` and ``beta1``.
+    """
+
+    base_class: ClassVar[type[Optimizer]]
+
+    def __init__(self, params: Iterable[Any], *args: Any, **options: Any) -> None:
+        own = inspect.signature(self.base_class).parameters
         names = {name: (f"e_{name}" if name in own else name) for name in ("alpha", "beta1")}
+        ours = {name: options.pop(given) for name, given in names.items() if given in options}
+        unknown = [name for name in options if name not in own and not _takes_any(own)]
+        refuse_unknown(unknown, [*names.values(), *list(own)[1:]], f"E of {self.base_class.__name__}")
+        super().__init__(self.base_class(params, *args, **options), **ours)
 
-        def __init__(self: E, params: Iterable[Any], *args: Any, **options: Any) -> None:
-            ours = {name: options.pop(given) for name, given in names.items() if given in options}
-            unknown = [name for name in options if name not in own and not _takes_any(own)]
-            refuse_unknown(unknown, [*names.values(), *list(own)[1:]], f"E of {base_class.__name__}")
-            E.__init__(self, base_class(params, *args, **options), **ours)
-
-        if base_class in _made:
-            return _made[base_class]
-        members = {"__init__": __init__, "__reduce_ex__": _reduce, "base_class": base_class, "__doc__": E.__doc__}
-        return _made.setdefault(base_class, type(f"E{base_class.__name__}", (E,), members))
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Its class has no name that pickle could find: it is made again."""
+        del protocol
+        return _empty, (self.base_class,), self.__getstate__()
 
 
 #: By :meth:`E.of`, so that there is one class for each base.
-_made: dict[type, type[E]] = {}
+_made: dict[type, type[Adapted]] = {}
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """A class that :meth:`E.of` made has no name that pickle could find: it is made again."""
-    del protocol
-    return _empty, (self.base_class,), self.__getstate__()
 
 
 def _empty(base_class: type[Optimizer]) -> E:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import states
-from .adaptor import E
-from .errors import shown
+from .adaptor import ALPHA, E
+from .errors import one_line, shown
 from .optimizer import ALTO
+from .safe_load import only_data, read_index
 from .state_dict import check_form, check_saved_state
 
 _MOMENTS = (states.EXP_AVG, states.EXP_AVG_SQ)
@@ -32,17 +34,18 @@ def adopt(optimizer: Optimizer, saved: Any, model: nn.Module | None = None) -> N
     Args:
         optimizer: ALTO, LAMB, ``torch.optim.Adam`` or ``AdamW``, or E of one of them. Its states are replaced.
         saved: what ``state_dict()`` of Adam, AdamW, ALTO or a LAMB returned, or ``get_optimizer_state_dict`` of
-            ``torch.distributed.checkpoint.state_dict``; or the folder (or a ``StorageReader``) of a checkpoint that
-            ``torch.distributed.checkpoint`` saved from the latter.
+            ``torch.distributed.checkpoint.state_dict``; or the folder of a checkpoint that
+            ``torch.distributed.checkpoint`` saved from the latter, of which no code is run. A ``StorageReader`` of your
+            own is asked as it is: torch's reads the index with plain pickle.
         model: the model, to find parameters by their names, or by their order if the saved optimizer had other groups.
 
     Example:
         >>> optimizer = ALTO(param_groups(model))
         >>> adopt(optimizer, torch.load("adamw.pt"), model)
     """
+    has_average = isinstance(optimizer, (ALTO, E))
     if isinstance(optimizer, E):
-        adopt(optimizer.base, saved, model)
-        return
+        optimizer = optimizer.base
     if not isinstance(optimizer, (ALTO, torch.optim.Adam)):  # AdamW is an Adam
         raise ValueError(
             f"adopt is for ALTO, LAMB, Adam and AdamW, whose states are {', '.join(_MOMENTS)}; not for a "
@@ -59,10 +62,11 @@ def adopt(optimizer: Optimizer, saved: Any, model: nn.Module | None = None) -> N
             raise ValueError("the checkpoint has moments of an optimizer with another 'maximize'; build one like it")
         if not state:
             continue
-        if isinstance(optimizer, ALTO) and states.GRAD_EMA in state:
+        if has_average and states.GRAD_EMA in state:
+            saved_by = "E" if ALPHA in group else "ALTO" if "alpha" in group else "ALTO or E"
             raise ValueError(
-                f"this checkpoint was saved by ALTO and has {states.GRAD_EMA!r}, which adopt would set to zero; load "
-                "it with load_state_dict"
+                f"this checkpoint was saved by {saved_by} and has {states.GRAD_EMA!r}, which adopt would set to zero; "
+                "load it with load_state_dict into the optimizer that saved it, or delete that state to have it so"
             )
         counted = state.get(states.STEP, group.get(states.STEP))
         needed = {**state, **({} if counted is None else {states.STEP: counted})}
@@ -165,13 +169,13 @@ def _clean(name: str) -> str:
 
 def _from_dcp(optimizer: Optimizer, source: Any, model: nn.Module | None) -> dict[str, Any]:
     """The moments that a folder of torch.distributed.checkpoint holds, sharded as the parameters are."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.storage import StorageReader
 
     if isinstance(source, (str, os.PathLike)):
-        source = FileSystemReader(source)
+        source = _reader_of(Path(source))
     elif not isinstance(source, StorageReader):
         raise ValueError(f"adopt takes a state_dict, a folder or a StorageReader, not {shown(source)}")
     names = _names(optimizer, model)
@@ -187,7 +191,7 @@ def _from_dcp(optimizer: Optimizer, source: Any, model: nn.Module | None) -> dic
             f"({shown(sorted(prefixes))}), not at one; save {{'optim': get_optimizer_state_dict(model, optimizer)}}"
         )
     (prefix,) = prefixes
-    read: dict[str, Any] = {}
+    read, counts = _counts_of_groups(found, prefix)
     state: dict[str, dict[str, str]] = {name: {} for name in own}
     for name, param in own.items():
         for key in (*_MOMENTS, states.STEP, states.GRAD_EMA):
@@ -196,6 +200,62 @@ def _from_dcp(optimizer: Optimizer, source: Any, model: nn.Module | None) -> dic
                 is_tensor = isinstance(found[at], TensorStorageMetadata)
                 read[at] = (states.new_step() if is_tensor else 0) if key == states.STEP else states.new_state(param)
                 state[name][key] = at
-    load(read, storage_reader=source)
+    try:
+        with only_data([]):  # a step count that is not a tensor is pickled
+            load(read, storage_reader=source)
+    except CheckpointException as error:  # on all ranks, and no Exception
+        rank, (problem, _) = next(iter(error.failures.items()))
+        raise ValueError(f"the checkpoint cannot be read: rank {rank}: {one_line(problem)}") from None
     loaded = {name: {key: read[at] for key, at in places.items()} for name, places in state.items()}
+    for name, count in ((name, count) for names, count in counts.items() for name in read.get(names, [names])):
+        if name in loaded:
+            loaded[name].setdefault(states.STEP, read[count])
     return {"state": loaded, "param_groups": [{"params": list(own)}]}
+
+
+def _counts_of_groups(found: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What to read of step counts that an optimizer keeps in its groups, as some LAMBs do.
+
+    Args:
+        found: what the folder has.
+        prefix: of the optimizer's entries.
+
+    Returns:
+        What to read; and for each count, under the entry that has the names of its parameters, or under the one name
+        that an entry is for where groups were flattened, the entry of the count.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    read: dict[str, Any] = {}
+    counts: dict[str, str] = {}
+    begin, end = f"{prefix}param_groups.", f".{states.STEP}"
+    for at in found:
+        if at.startswith(begin) and at.endswith(end):
+            names = f"{at.removesuffix(end)}.params"
+            if names in found:
+                read[names], counts[names] = [], at
+            else:
+                counts[at.removeprefix(begin).removesuffix(end)] = at
+            read[at] = states.new_step() if isinstance(found[at], TensorStorageMetadata) else 0
+    return read, counts
+
+
+def _reader_of(folder: Path) -> Any:
+    """torch's reader of a folder, but for the index, which it would read with plain pickle."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                index = read_index(folder / ".metadata")
+            except ValueError as error:
+                raise ValueError(
+                    f"{folder} is not a checkpoint of torch.distributed.checkpoint that adopt reads: .metadata "
+                    f"({error})"
+                ) from None
+            index.storage_meta = index.storage_meta or StorageMeta()
+            index.storage_meta.load_id = self.load_id
+            return index
+
+    return Reader(folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -11,7 +11,16 @@ from . import states, version
 from .diagnostics import Diagnostics
 from .eager import EagerStep
 from .errors import UnsupportedTensor
-from .hyperparameters import ADDED_LATER, OWN_BETA1, Hyperparameters, betas_of, check_beta, check_betas, is_cycled
+from .hyperparameters import (
+    ADDED_LATER,
+    OWN_BETA1,
+    OWN_BETA2,
+    Hyperparameters,
+    betas_of,
+    check_beta,
+    check_betas,
+    is_cycled,
+)
 from .kernels import check_kernel
 from .nonfinite import SkippedSteps
 from .options import OPTIONS, check_capturable, for_all_groups, refuse_in_mid_run, without_options
@@ -23,11 +32,16 @@ from .sharding.plan import check_length
 from .state_dict import check_saved_by_alto, load_exactly
 from .states import GRAD_EMA_BETA1
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class ALTOBase(EagerStep):
     """All of ALTO but its step."""
 
     state_keys: ClassVar[tuple[str, str, str]] = (states.EXP_AVG, states.EXP_AVG_SQ, states.GRAD_EMA)
+
+    _rounds_weights = False
 
     def __init__(self, params: Iterable[Any], hyper: Hyperparameters, options: Mapping[str, Any]) -> None:
         if isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, dict)):
@@ -50,9 +64,10 @@ class ALTOBase(EagerStep):
             param_group = without_options(param_group, self._options())
             merged = {OWN_BETA1: self.defaults["betas"][0], **self.defaults, **param_group}
             hyper = Hyperparameters.from_group(merged)
-            param_group.update({**hyper.as_group(), OWN_BETA1: hyper.betas[0]})
+            param_group.update({**hyper.as_group(), OWN_BETA1: hyper.betas[0], OWN_BETA2: hyper.betas[1]})
             if is_cycled(param_group):  # as the scheduler wrote them
                 param_group["betas"] = tuple(merged["betas"])
+                param_group[OWN_BETA2] = param_group["betas"][1]
             self._complete_names(param_group)
         super().add_param_group(param_group)
         for param in param_group["params"]:
@@ -90,7 +105,12 @@ class ALTOBase(EagerStep):
         for chosen in self._state_dtypes.values():
             states.state_dtype(param, chosen)
 
-    def set_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter] = ()) -> None:
+    def set_layouts(
+        self,
+        layouts: Mapping[torch.Tensor, ShardLayout],
+        joined: Sequence[LogicalParameter] = (),
+        replicas: Sequence[ProcessGroup] | None = None,
+    ) -> None:
         """Tell what sharded tensors are made of. Engines call this once their shards exist.
 
         Args:
@@ -98,6 +118,8 @@ class ALTOBase(EagerStep):
                 are whole logical parameters (or DTensors, which know their own layout).
             joined: parameters in whose norms this rank takes part although none of its tensors has a
                 segment of them, not even an empty one.
+            replicas: process groups of all ranks that have the same parameters, or pieces of them, whose kernels must
+                be the same ("auto" asks once); None if they are not known, and all ranks of the job are asked.
         """
         for tensor, layout in layouts.items():
             if is_dtensor(tensor):
@@ -114,10 +136,19 @@ class ALTOBase(EagerStep):
         for group in self.param_groups:  # their parameters have become flat tensors, which layouts name
             if any(param in layouts for param in group["params"]):
                 group.pop("param_names", None)
-        self._use_layouts(layouts, joined)
+        self._use_layouts(layouts, joined, replicas)
 
-    def _use_layouts(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
-        self._plans = Plans(layouts, joined)
+    def round_weights_stochastically(self) -> None:
+        """Engines whose master weights are bfloat16 call this: rounded to nearest, small updates would be lost."""
+        self._rounds_weights = True
+
+    def _use_layouts(
+        self,
+        layouts: Mapping[torch.Tensor, ShardLayout],
+        joined: Sequence[LogicalParameter],
+        replicas: Sequence[ProcessGroup] | None = None,
+    ) -> None:
+        self._plans = Plans(layouts, joined, replicas)
         self._layouts_lost = False
 
     def describe(self) -> str:
@@ -151,7 +182,7 @@ class ALTOBase(EagerStep):
     def _checked(self, group: dict[str, Any]) -> Hyperparameters:
         """A group's hyperparameters, checked again: schedulers and users change them between steps."""
         refuse_in_mid_run(group)
-        beta1 = check_betas(betas_of(group))[0]
+        beta1, beta2, _ = check_betas(betas_of(group))
         gathered_with = group.get(GRAD_EMA_BETA1, beta1)
         if gathered_with != beta1:
             raise ValueError(
@@ -159,23 +190,28 @@ class ALTOBase(EagerStep):
                 "one. Keep betas[0], or start a new ALTO"
             )
         group[OWN_BETA1] = beta1
+        if not is_cycled(group):
+            group[OWN_BETA2] = beta2
         return Hyperparameters.from_group(group)
 
-    def _is_complete(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-        """Whether :meth:`_state_of` has nothing to do."""
+    def _lacking(self, param: torch.Tensor, state: Mapping[str, Any], alpha: float) -> Iterator[str]:
+        """The states that :meth:`_state_of` has to make or convert."""
         count = state.get(states.STEP)
-        if count is None:
-            return False
         # If an engine moved all states, each step would wait for it.
-        if not (count.device == param.device if self._capturable else count.is_cpu):
-            return False
+        if count is None or not (count.device == param.device if self._capturable else count.is_cpu):
+            yield states.STEP
         for key in self.state_keys:
             value = state.get(key)
             if value is None:
-                if key != states.GRAD_EMA or group["alpha"] != 0:
-                    return False
+                if key != states.GRAD_EMA or alpha != 0:
+                    yield key
             elif (chosen := self._state_dtypes.get(key)) is not None and value.dtype != chosen:
-                return False  # an engine loaded states in its own way
+                yield key  # an engine loaded states in its own way
+
+    def _is_complete(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+        """Whether :meth:`_state_of` has nothing to do."""
+        if next(self._lacking(param, state, group["alpha"]), None) is not None:
+            return False
         return states.GRAD_EMA not in state or GRAD_EMA_BETA1 in group
 
     def _state_of(self, param: torch.Tensor, group: dict[str, Any], hyper: Hyperparameters) -> dict[str, Any]:
@@ -185,15 +221,15 @@ class ALTOBase(EagerStep):
         date, so that alpha may change at any time.
         """
         state: dict[str, Any] = self.state[param]
-        home = param.device if self._capturable else "cpu"
-        state[states.STEP] = state[states.STEP].to(home) if states.STEP in state else states.new_step(home)
-        for key in self.state_keys:
-            if key in state:
-                chosen = self._state_dtypes.get(key)
-                if chosen is not None and state[key].dtype != chosen:
-                    state[key] = states.match_layout(state[key], param, chosen)
-            elif key != states.GRAD_EMA or hyper.alpha != 0:
+        home = param.device if self._capturable else torch.device("cpu")
+        for key in list(self._lacking(param, state, hyper.alpha)):
+            value = state.get(key)
+            if key == states.STEP:
+                state[key] = states.new_step(home) if value is None else value.to(home)
+            elif value is None:
                 state[key] = self.new_state(param, key)
+            else:
+                state[key] = states.match_layout(value, param, self._state_dtypes[key])
         if states.GRAD_EMA in state:
             group.setdefault(GRAD_EMA_BETA1, hyper.betas[0])
         return state
@@ -257,4 +293,5 @@ class ALTOBase(EagerStep):
             for name in ADDED_LATER:
                 group.setdefault(name, getattr(Hyperparameters, name))
             group.setdefault(OWN_BETA1, group["betas"][0])
+            group.setdefault(OWN_BETA2, group["betas"][1])
         self._plans.clear()

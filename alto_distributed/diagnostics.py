@@ -1,23 +1,22 @@
 """What each parameter's step looked like, at an interval: ratio, norms, and how much the acceleration weighs.
 
-Off, it costs nothing. On, every ``every``-th step makes one more pass over the tensors and one more small
-collective per process group; nothing is read back until somebody asks, and then by that rank alone.
+Off, it costs nothing. On, every ``every``-th step makes one more pass over the gradients and grad_ema, and one more
+small collective per process group; nothing is read back until somebody asks, and then by that rank alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .errors import shown
-from .kernels.chunked import chunks
-from .kernels.reference import direction
-from .kernels.shards import FlatShard, flattened
-from .sharding.norms import NormTable, sums_dtype
+from .kernels.measure import measure
+from .kernels.shards import R_SQUARED, THETA_SQUARED, FlatShard
+from .sharding.norms import NormTable
 
-# Rows of the table of sums of squares.
+# Rows of the table of sums of squares; the first two are those of ``measure``.
 _GRADIENT, _ACCELERATION, _PARAMETER, _UPDATE = range(_ROWS := 4)
 
 
@@ -56,31 +55,16 @@ class Diagnostics:
         """Gradient and acceleration, while grad_ema still is that of the last step."""
         self._sums = {device: table.zeros(device, _ROWS) for device in shards}
         for device, on_device in shards.items():
-            for shard, here, slot in _chunks(on_device):
-                g = shard.as_taken(shard.grad[here].to(shard.exp_avg_sq.dtype))
-                self._sums[device][_GRADIENT, slot] += _squares(g)
-                if shard.grad_ema is not None:
-                    c = shard.coefficients
-                    a = (c.alpha * (1 - c.beta1)) * (g - shard.grad_ema[here])
-                    self._sums[device][_ACCELERATION, slot] += _squares(a)
+            measure(on_device, self._sums[device])
 
-    def after(
-        self,
-        shards: Mapping[torch.device, Sequence[FlatShard]],
-        table: NormTable,
-        labels: Mapping[str, str],
-        ratios: torch.Tensor,
-    ) -> None:
-        """Parameter and direction, when the moments are those of this step and the weights not yet.
+    def between(self, partial: Mapping[torch.device, torch.Tensor]) -> None:
+        """Parameter and direction, from this rank's sums of phase one, which must be those of every parameter."""
+        for device, measured in self._sums.items():
+            measured[_PARAMETER] = partial[device][THETA_SQUARED]
+            measured[_UPDATE] = partial[device][R_SQUARED]
 
-        The whole sums stay on their device until they are asked for. ``labels`` names the slots for users.
-        """
-        for device, on_device in shards.items():
-            for shard, here, slot in _chunks(on_device):
-                v = shard.exp_avg_sq[here]  # in full precision always
-                m, theta = shard.exp_avg[here].to(v.dtype), shard.param[here].to(v.dtype)
-                self._sums[device][_PARAMETER, slot] += _squares(theta)
-                self._sums[device][_UPDATE, slot] += _squares(direction(theta, m, v, shard.coefficients))
+    def after(self, table: NormTable, labels: Mapping[str, str], ratios: torch.Tensor) -> None:
+        """Complete the sums, which stay on their device until they are asked for. ``labels`` names slots for users."""
         sums = table.complete(self._sums, _ROWS)
         self._sums = {}
         self.unread = True
@@ -94,13 +78,3 @@ class Diagnostics:
             g, a, theta, r = sums[:, slot].sqrt().tolist()
             readings[name] = Reading(ratios[slot].item(), theta, r, a / g if g else 0.0)
         return readings
-
-
-def _squares(x: torch.Tensor) -> torch.Tensor:
-    return x.to(sums_dtype(x.device)).square().sum()
-
-
-def _chunks(shards: Sequence[FlatShard]) -> Iterator[tuple[FlatShard, slice, int]]:
-    for shard in flattened(shards):
-        for here, slot, _ in chunks(shard):
-            yield shard, here, slot

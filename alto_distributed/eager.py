@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
+
 import torch
 from torch.optim import Optimizer
+
+_Own = TypeVar("_Own", bound="EagerStep")
 
 
 class EagerStep(Optimizer):
     """An optimizer whose step, hooks included, is called as it is where a compiled function calls it."""
+
+    #: All that exist, so that a plugin notices one that its engine was never given.
+    alive: ClassVar[WeakSet[EagerStep]] = WeakSet()
+
+    def __new__(cls: type[_Own], *_args: Any, **_options: Any) -> _Own:
+        self = super().__new__(cls)
+        EagerStep.alive.add(self)
+        return self
 
     def _patch_step_function(self) -> None:
         # Here torch puts its hooks around the class's step, once. Not at import: the compiler takes a second to load,

@@ -5,7 +5,12 @@ code written against ``torch.optim`` keeps catching them.
 """
 
 import difflib
+import os
+import sys
+import tempfile
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +31,13 @@ def named(name: str) -> str:
 
 def did_you_mean(name: Any, known: Sequence[str], cutoff: float = 0.5) -> str:
     """The end of a message about an unknown name: the nearest known one, or nothing."""
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known, cutoff)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(name: Any, known: Sequence[str], cutoff: float) -> str:
+    """The known name that is most like ``name``, in any letter case; "" if none is."""
+    return next(iter(difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)), "")
 
 
 def is_one_of(value: Any, known: Sequence[str]) -> bool:
@@ -70,3 +80,70 @@ def one_line(error: BaseException) -> str:
     said = " ".join(str(error).split())
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return text if len(text) <= 2 * _LONGEST else f"{text[: 2 * _LONGEST]}..."
+
+
+class Refused(SystemExit):
+    """The end of a command, with the message as its only argument."""
+
+    code: int
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Diverged(RuntimeError):
+    """The end of a run whose loss or gradients are not finite any more. It is the same on all ranks."""
+
+
+def refused(command: str, error: Exception | str) -> Refused:
+    """What to raise at the end of a command. The message is on stderr, once for all ranks of a machine.
+
+    The exit code is 2 for bad input, and 1 for what the machine lacks (a package, a file, space on its disk) and for
+    what came of a run.
+    """
+    message = f"alto_distributed {command}: {error}" if command else f"alto_distributed: {error}"
+    if _is_first_to_say(message):
+        print(message, file=sys.stderr, flush=True)
+    is_input = isinstance(error, str) or (isinstance(error, ValueError) and not isinstance(error, ImportError))
+    return Refused(message, 2 if is_input else 1)
+
+
+#: The rank of a process under mpirun, other launchers of MPI, and DeepSpeed's.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+
+
+def _is_first_to_say(message: str) -> bool:
+    """Whether no other rank of this launch on this machine has said the same. A message of one rank alone is said.
+
+    The first to say it leaves a link that points to its rank: it takes one call to make and to read.
+    """
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "")
+    if not rank.isdigit():
+        return True
+    said = f"said-{zlib.crc32(message.encode())}"
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/RANK/error.json
+    if error_file:
+        path = Path(error_file).parent.parent / said
+    else:  # ranks of other launchers have the same parent
+        path = Path(tempfile.gettempdir()) / f"alto-{os.getuid()}-{os.getppid()}-{_began(os.getppid())}-{said}"
+    try:
+        path.symlink_to(rank)
+        return True
+    except FileExistsError:
+        pass
+    except OSError:
+        return True
+    try:
+        # A link of another user says nothing. One of the same rank is of an earlier start by the same shell.
+        return path.lstat().st_uid != os.getuid() or str(path.readlink()) == rank
+    except OSError:
+        return True
+
+
+def _began(process: int) -> str:
+    """When a process began, in ticks: numbers of processes are used again."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "0"

@@ -13,6 +13,10 @@ EXTRA_OF = {
     "megatron": "megatron",
     "mpi4py": "mpi",
     "triton": "gpu",
+    "mlflow": "loggers",
+    "wandb": "loggers",
+    "pyarrow": "data",
+    "zstandard": "data",
     **dict.fromkeys(
         (
             *("matplotlib", "numpy", "pydantic", "pytorch_optimizer", "tensorboard", "tokenizers", "tqdm"),

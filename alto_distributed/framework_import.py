@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator
 
@@ -48,6 +49,7 @@ def conflicts(package: str) -> list[str]:
     """Requirements of an installed package that are not met, each with what to do."""
     try:
         from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.version import Version
 
         lines = importlib.metadata.requires(package) or []
     except (ImportError, importlib.metadata.PackageNotFoundError):
@@ -66,6 +68,8 @@ def conflicts(package: str) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{package} requires {wanted}, which is not installed; pip install '{wanted}'")
             continue
-        if not needed.specifier.contains(have, prereleases=True):
+        # To pip, NVIDIA's 2.10.0a0+...nv is older than 2.10. It is that release, as they built it.
+        release = Version(have).base_version if re.search(r"\+.*nv", have) else have
+        if not needed.specifier.contains(release, prereleases=True):
             found.append(f"{package} requires {wanted}, and {have} is installed; pip install '{wanted}'")
     return found

@@ -27,7 +27,9 @@ class ScaledStep:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        found = torch.as_tensor(optimizer.found_inf, dtype=torch.float32)  # a plain 0 on a rank without gradients
+        found = optimizer.found_inf
+        if not isinstance(found, torch.Tensor):  # a plain 0 on a rank without gradients
+            found = torch.tensor(found, dtype=torch.float32, device="cpu")
         self._found_inf = (found != 0).float().reshape(1)
         self._scale: torch.Tensor | None = optimizer.grad_scale
         self._inverse: dict[torch.device, torch.Tensor] = {}

@@ -10,7 +10,6 @@ Symbols are those of "Exploring Landscapes for Better Minima along Valleys" (Neu
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import numbers
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnknownHyperparameter, did_you_mean, is_one_of, shown
+from .errors import UnknownHyperparameter, did_you_mean, is_one_of, nearest, shown
 
 LAYERWISE_MODES = ("decayed", "matrices", "all", "none")
 
@@ -32,6 +31,9 @@ DEFAULT_EPS3 = 1e-10
 #: Group key: beta1, of the acceleration. Whoever writes Adam's betas into a group (two of them, or momentum into the
 #: first of three) does not change it.
 OWN_BETA1 = "alto_beta1"
+
+#: Group key: beta2 as it was before a scheduler cycled momentum, which leaves betas[1] alone.
+OWN_BETA2 = "alto_beta2"
 
 #: Group key that OneCycleLR and CyclicLR leave if they cycle momentum, which they write to betas[0], Adam's beta1.
 _CYCLED = "base_momentum"
@@ -87,7 +89,7 @@ class Hyperparameters:
     """Factor on lr for parameters without the layer-wise ratio, which take Adam steps."""
 
     def __post_init__(self) -> None:
-        check = object.__setattr__  # frozen: normalise what came from JSON or from numpy
+        check = object.__setattr__  # frozen: normalize what came from JSON or from numpy
         check(self, "lr", check_lr(self.lr))
         check(self, "betas", check_betas(self.betas))
         check(self, "alpha", check_alpha(self.alpha, self.betas[0]))
@@ -137,6 +139,13 @@ def betas_of(group: Mapping[str, Any]) -> Any:
     """A group's three betas, not yet checked, also where somebody wrote Adam's."""
     betas = group["betas"]
     if is_cycled(group) and is_sequence(betas, 3):
+        if betas[1] != group.get(OWN_BETA2, betas[1]):
+            raise ValueError(
+                f"betas={shown(betas)} of a parameter group: betas[1] was changed from {shown(group[OWN_BETA2])} "
+                "although a scheduler cycles momentum there. It writes the first moment's beta to betas[0], and "
+                "betas[1] has no effect. Give betas to ALTO or its groups, before the scheduler; or delete "
+                f"{_CYCLED!r} from the group, which ends the cycle"
+            )
         return (group[OWN_BETA1], betas[0], betas[2])
     return adams_betas(betas, group[OWN_BETA1]) if OWN_BETA1 in group and is_sequence(betas, 2) else betas
 
@@ -245,9 +254,9 @@ def refuse_near_misses(names: Iterable[str], known: Sequence[str] = HYPERPARAMET
     for name in names:
         if name in known:
             continue
-        near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.8)
-        if name in OTHER_NAMES or (near and abs(len(near[0]) - len(name)) <= 2):
-            hint = _hint(name, near or known)
+        near = nearest(name, known, cutoff=0.8)
+        if name in OTHER_NAMES or (near and abs(len(near) - len(name)) <= 2):
+            hint = _hint(name, [near] if near else known)
             raise UnknownHyperparameter(f"parameter group key {shown(name)} is not a hyperparameter of ALTO{hint}")
 
 

@@ -6,7 +6,8 @@ docs/lamb.md says what to write for the options of other implementations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .errors import shown
 from .hyperparameters import Hyperparameters, is_sequence
 from .optimizer import ALTO
 from .options import refusing_unknown
+
+DEFAULT_BETAS = (0.9, 0.999)
 
 
 class LAMB(ALTO):
@@ -64,7 +67,7 @@ class LAMB(ALTO):
         super().__init__(
             params,
             lr,
-            **_as_altos({"betas": betas, "eps": eps, "layerwise": layerwise}),
+            **as_altos({"betas": betas, "eps": eps, "layerwise": layerwise}),
             alpha=0.0,
             weight_decay=weight_decay,
             bias_correction=bias_correction,
@@ -83,11 +86,20 @@ class LAMB(ALTO):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
-            param_group.update(_as_altos(param_group))
+            param_group.update(as_altos(param_group))
         super().add_param_group(param_group)
 
+    def _checked(self, group: dict[str, Any]) -> Hyperparameters:
+        group["eps"] = as_altos(group)["eps"]
+        return super()._checked(group)
 
-def _as_altos(values: dict[str, Any]) -> dict[str, Any]:
+    def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        super()._check_saved(state_dict)
+        for group in state_dict["param_groups"]:
+            as_altos(group)
+
+
+def as_altos(values: Mapping[str, Any]) -> dict[str, Any]:
     """LAMB's values in ALTO's form: three betas, three eps."""
     if values.get("alpha", 0) != 0:
         raise ValueError(f"alpha={shown(values['alpha'])} is not LAMB's: it has no acceleration. Use ALTO")
@@ -99,6 +111,6 @@ def _as_altos(values: dict[str, Any]) -> dict[str, Any]:
     altos: dict[str, Any] = {name: values[name] for name in ("betas", "eps", "layerwise") if name in values}
     if is_sequence(altos.get("betas"), 2):
         altos["betas"] = (Hyperparameters.betas[0], *altos["betas"])
-    if isinstance(altos.get("eps"), (int, float)):
+    if isinstance(altos.get("eps"), numbers.Real):
         altos["eps"] = (altos["eps"], 0.0, 0.0)
     return altos

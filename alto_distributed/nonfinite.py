@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .grad_scaler import ScaledStep, refuse_disagreement
 from .kernels.capture import refuse_cold
-from .sharding.collective import everyone, home_of, reduce_on_group_device
+from .sharding.collective import HostCopy, everyone, home_of, reduce_on_group_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,7 +45,7 @@ class SkippedSteps:
         self.group: ProcessGroup | None = None
         """Of the ranks that must agree; None for all ranks of the job."""
         self._total = self._in_a_row = 0
-        self._pending: tuple[torch.Tensor, Any, Sequence[torch.Tensor]] | None = None
+        self._pending: tuple[HostCopy, Sequence[torch.Tensor]] | None = None
         self._scalers_disagree = False
         self._on_device: torch.Tensor | None = None
         """Of steps that are counted on the device: skipped in all, skipped in a row, and where scalers disagreed."""
@@ -86,14 +86,7 @@ class SkippedSteps:
 
     def count_later(self, flag: torch.Tensor, counters: Sequence[torch.Tensor]) -> None:
         """The same, without waiting: :meth:`resolve_pending` reads it. ``counters`` have counted the step already."""
-        arrived = None
-        if flag.device.type != "cpu":
-            host = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
-            host.copy_(flag, non_blocking=True)
-            arrived = torch.Event(flag.device)
-            arrived.record(torch.accelerator.current_stream(flag.device))
-            flag = host
-        self._pending = flag, arrived, counters
+        self._pending = HostCopy(flag), counters
 
     def count_on_device(self, flag: torch.Tensor, capturing: bool) -> None:
         """The same where the host does not count, so that a graph may replay it."""
@@ -116,11 +109,9 @@ class SkippedSteps:
         """Take the last step back from the counters if it was skipped. Waits for that step, not for later work."""
         if self._pending is None:
             return
-        flag, arrived, counters = self._pending
+        flag, counters = self._pending
         self._pending = None
-        if arrived is not None:
-            arrived.synchronize()
-        if self.count(flag):
+        if self.count(flag.read()):
             for counter in counters:
                 counter -= 1
 

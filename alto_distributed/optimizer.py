@@ -12,7 +12,6 @@ the paper, norms over whole parameters when they are sharded.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,35 +19,23 @@ import torch
 from torch.autograd.graph import increment_version
 
 from . import states, trust_ratio
-from .base import ALTOBase
+from .collecting import Collecting
 from .diagnostics import Reading
 from .grad_scaler import ScaledStep
 from .hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from .import_hooks import register_loaded
-from .kernels import Coefficients, FlatShard, Kernel, kernel_for, kernel_with_skip
-from .kernels.capture import is_capturing
-from .kernels.rounding import seed_of
-from .kernels.shards import memory_of
+from .kernels import Kernel, kernel_for, kernel_with_skip
+from .kernels.capture import is_capturing, refuse_cold
 from .options import OPTIONS, check_torch_options, refusing_unknown
-from .sharding.plan import PlannedTensor, StepPlan
-from .step_inputs import (
-    Ready,
-    StepInputs,
-    check_capture,
-    check_memory,
-    check_states,
-    checked_gradient,
-    count_one_more,
-    in_one_order,
-    refuse_capture,
-    refuse_fsdp1,
-)
+from .sharding.collective import accelerator_type
+from .sharding.plan import StepPlan
+from .step_inputs import check_capture, refuse_capture
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class ALTO(ALTOBase):
+class ALTO(Collecting):
     """LAMB with an exploration term made of the gradient's own acceleration.
 
     Args:
@@ -94,6 +81,9 @@ class ALTO(ALTOBase):
     #: Read by torch.amp.GradScaler, see grad_scaler.py.
     _step_supports_amp_scaling = True
 
+    _captured: tuple[Any, ...] = ()
+    """What graphs go on reading and writing: it stays as long as the optimizer."""
+
     @refusing_unknown
     def __init__(
         self,
@@ -128,20 +118,30 @@ class ALTO(ALTOBase):
 
     # -- the step -----------------------------------------------------------------------------------
 
-    def _plan(self, capturing: bool = False) -> StepPlan:
-        """The plan for the tensors that are in the groups now."""
+    def _plan(self) -> tuple[StepPlan, bool]:
+        """The plan for the tensors that are in the groups now, and whether a CUDA graph records this step."""
         if self._layouts_lost:
             raise ValueError(
                 "this ALTO is a copy of a sharded one, and layouts belong to the original's tensors and process "
                 "groups: call set_layouts on the copy before step()"
             )
-        return self._plans.of(
-            self.param_groups,
-            self.state,
-            lambda: {**self.description(), **self.description_of_groups()},
-            self._state_dtypes if self._kernel == "auto" else None,
-            capturing,
+        plan = self._plans.known(self.param_groups)
+        accelerator = accelerator_type()
+        capturing = is_capturing(accelerator) and any(
+            tensor.device.type == accelerator for group in self.param_groups for tensor in group["params"]
         )
+        if capturing and not self._capturable:
+            refuse_capture()
+        if plan is None:
+            if capturing:
+                refuse_cold("no step was taken with these parameters yet")
+            plan = self._plans.new(
+                self.param_groups,
+                self.state,
+                lambda: {**self.description(), **self.description_of_groups()},
+                self._state_dtypes if self._kernel == "auto" else None,
+            )
+        return plan, capturing
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -158,11 +158,11 @@ class ALTO(ALTOBase):
             with torch.enable_grad():
                 loss = closure()
 
-        capturing = self._is_capturing()
-        plan = self._plan(capturing)
+        plan, capturing = self._plan()
         hypers = [self._checked(group) for group in self.param_groups]
         self._skipped.resolve_pending()
         self._skipped.raise_if_scalers_disagree()
+        plan.witness.raise_fault()
         ready = self._ready(plan)
         if capturing:
             check_capture(plan, ready, self.param_groups)
@@ -182,22 +182,21 @@ class ALTO(ALTOBase):
             self._skipped.count_on_device(skip, capturing)
         elif skip is not None:
             self._skipped.count_later(skip, inputs.counters)
-        measured = (
-            inputs.over_every_parameter(plan) if self._diagnostics.due(inputs.k or self._step_of_groups()) else None
-        )
-        if measured is not None:
-            self._diagnostics.before(measured, plan.norms)
+        measured = self._diagnostics.due(inputs.k or self._step_of_groups())
+        if measured:
+            inputs.ask_for_all_sums(plan)
+            self._diagnostics.before(inputs.shards, plan.norms)
 
-        partial: dict[torch.device, torch.Tensor] = {}
+        partial = plan.witness.new_tables(inputs.shards, plan.norms, plan.missing([one.planned.place for one in ready]))
         prepared: dict[torch.device, Any] = {}
-        missing = plan.missing([one.planned for one in ready])
         for device, shards in inputs.shards.items():
-            partial[device] = plan.norms.zeros(device) if partial else plan.witness.table(device, plan.norms, missing)
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
 
+        if measured:
+            self._diagnostics.between(partial)
         ratio_of_slot, step_sizes = trust_ratio.complete(plan, self.param_groups, hypers, partial)
-        if measured is not None:
-            self._diagnostics.after(measured, plan.norms, plan.labels, ratio_of_slot)
+        if measured:
+            self._diagnostics.after(plan.norms, plan.labels, ratio_of_slot)
 
         for device, shards in inputs.shards.items():
             self._kernel_on(device, skip).phase_two(shards, step_sizes.to(device), prepared[device])
@@ -205,18 +204,13 @@ class ALTO(ALTOBase):
             target.copy_(flat.view(target.shape))
         # Kernels that write through addresses do so behind autograd's back.
         increment_version([one.param for one in ready])
-        if capturing:
+        if not capturing:
+            plan.witness.look_back()
+        else:
             plan.witness.forget()
-            self._plans.captured.append((plan, inputs))
+            rates = [group["lr"] for group in self.param_groups]
+            self._captured = (*self._captured, (plan, inputs, prepared, plan.replaceable(), rates))
         return loss
-
-    def _is_capturing(self) -> bool:
-        """Whether this step is recorded by a CUDA graph, which must be wanted."""
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        capturing = any(map(is_capturing, {param.device for param in itertools.islice(params, 1)}))
-        if capturing and not self._capturable:
-            refuse_capture()
-        return capturing
 
     def _kernel_on(self, device: torch.device, skip: torch.Tensor | None) -> Kernel:
         kernel = kernel_for(self._kernel, device, self._plans.proved)
@@ -226,91 +220,6 @@ class ALTO(ALTOBase):
         """The number of this step on a rank that only joins, where the engine counts in the groups; else 0."""
         done = [int(group[states.STEP]) for group in self.param_groups if states.STEP in group]
         return max(done) + 1 if done and self._plans.joined else 0
-
-    def _ready(self, plan: StepPlan) -> list[Ready]:
-        """What has a gradient. All of it is checked here."""
-        ready: list[Ready] = []
-        rounds, keys, known = self._rounds, self.state_keys, self.state
-        first, second, third = keys
-        for group, planned_tensors in zip(self.param_groups, plan.groups, strict=True):
-            for planned, param in zip(planned_tensors, group["params"], strict=True):
-                grad = param.grad
-                if grad is not None:
-                    state = known.get(param, {})
-                    memory = None
-                    if self._is_complete(param, state, group):
-                        memory = memory_of(param, grad, state[first], state[second], state.get(third))
-                    if memory is None or memory.dtypes[1].is_complex:  # asks again, to say what is wrong
-                        grad = checked_gradient(param, grad)
-                        check_states(param, state, keys)
-                    refuse_fsdp1(param)
-                    check_memory(param)
-                    if rounds:
-                        self._refuse_small_states(param)
-                    ready.append(Ready(planned, param, planned.position[0], grad, state, memory))
-        for device in {one.grad.device if one.memory is None else one.memory.device for one in ready}:
-            kernel_for(self._kernel, device, self._plans.proved)  # refuses a device that the kernel cannot serve
-        return ready
-
-    def _collect(
-        self,
-        plan: StepPlan,
-        ready: Sequence[Ready],
-        hypers: Sequence[Hyperparameters],
-        scaled: ScaledStep | None,
-        skip: torch.Tensor | None,
-    ) -> StepInputs:
-        """The flat shards to work on, counted as one more step."""
-        inputs = StepInputs(plan.kept_by_kernels)
-        coefficients: dict[tuple[int, int], Coefficients] = {}
-        ratios = [trust_ratio.ratio_for(group, hyper) for group, hyper in zip(self.param_groups, hypers, strict=True)]
-        found = [
-            self._state_of(one.param, self.param_groups[one.group], hypers[one.group])
-            if one.memory is None
-            else one.state
-            for one in ready
-        ]
-        inputs.counters = count_one_more([state[states.STEP] for state in found], skip)
-        first, second, third = self.state_keys
-        rounds = self._rounds
-        for (planned, param, g, grad, _, memory), state in zip(ready, found, strict=True):
-            count = state[states.STEP]
-            k = int(count.item()) if count.is_cpu else 0
-            if (g, k) not in coefficients:
-                coefficients[g, k] = Coefficients.at_step(hypers[g], k)
-                inputs.k = max(inputs.k, k)
-            m, v, u = state[first], state[second], state.get(third)
-            if memory is None:
-                param, grad, m, v, u, copied_from = in_one_order(param, grad, m, v, u)
-                if copied_from is not None:
-                    inputs.staged.append((copied_from, param))
-            device = param.device if memory is None else memory.device
-            shard = FlatShard(
-                param,
-                grad,
-                m,
-                v,
-                u,
-                planned.spans(ratios[g]),
-                coefficients[g, k],
-                seed=self._seed(plan, planned) if rounds else 0,
-                place=planned.place,
-                inverse_scale=None if scaled is None else scaled.inverse_scale(device),
-                counter=None if count.is_cpu else count,
-                found=memory,
-            )
-            inputs.batch_on(device).append(shard)
-        return inputs
-
-    @property
-    def _rounds(self) -> bool:
-        """Whether a state is kept in low precision."""
-        return any(self._state_dtypes.values())
-
-    def _seed(self, plan: StepPlan, planned: PlannedTensor) -> int:
-        """Of stochastic rounding; follows from the tensor's place, so replicas and resumed runs have the same."""
-        described = plan.tensors[planned.place] in self._plans.layouts and planned.layout.segments
-        return seed_of(*planned.position, planned.layout.segments[0].parameter.name if described else "")
 
     # -- skipped steps ------------------------------------------------------------------------------
 

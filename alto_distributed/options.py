@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
@@ -22,24 +23,59 @@ OPTIONS = ("kernel", "diagnostics_every", "skip_nonfinite", "grad_ema_dtype", "e
 #: Of torch.optim: how a step is computed. The kernel says that here, and the result is the same.
 WITHOUT_MEANING = ("foreach", "fused")
 
-#: Of torch.optim: name -> why it cannot be on.
-_MUST_BE_OFF = {
-    "differentiable": "a step is not recorded by autograd",
-    "amsgrad": "there is no largest second moment",
-    "nesterov": "alpha does that: see docs/algorithm.md, What alpha does",
+#: Values that say what is so anyway.
+_OFF, _ON = (None, False), (None, True)
+
+#: Of torch.optim: name -> such values, and why others cannot be.
+_OF_TORCH: dict[str, tuple[tuple[Any, ...], str]] = {
+    "differentiable": (_OFF, "a step is not recorded by autograd"),
+    "amsgrad": (_OFF, "there is no largest second moment"),
+    "nesterov": (_OFF, "alpha does that: see docs/algorithm.md, What alpha does"),
+    "decoupled_weight_decay": (_ON, "the decay would go into the moments"),
 }
 
-KNOWN = (*HYPERPARAMETER_NAMES, *OPTIONS, *WITHOUT_MEANING, *_MUST_BE_OFF, "decayed")
+_CLIP = "clip_grad_norm_ before step(), or the engine's clipping, does that"
+_DECAYED = 'write "decayed": True into the groups whose parameters are to have the ratio without decay'
+_INSIDE_THE_RATIO = "the decay is inside the layer-wise ratio"
+_NOT_THERE = "there is no such variant"
+
+#: The same of other LAMBs: docs/lamb.md says what to write instead.
+_OF_LAMBS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "max_grad_norm": ((None, 0, math.inf), _CLIP),
+    "pre_norm": (_OFF, _CLIP),
+    "use_nvlamb": (_OFF, _DECAYED),
+    "always_adapt": (_OFF, _DECAYED),
+    "adam_w_mode": (_ON, "the decay would go into the moments"),
+    "grad_averaging": (_ON, "the first moment is an average"),
+    "eps_inside_sqrt": (_OFF, "eps is outside of the root; eps=sqrt(eps) is a start"),
+    "decoupled_decay": (_OFF, _INSIDE_THE_RATIO),
+    "corrected_weight_decay": (_OFF, _INSIDE_THE_RATIO),
+    "weight_decouple": (_OFF, _INSIDE_THE_RATIO),
+    "fixed_decay": (_OFF, _INSIDE_THE_RATIO),
+    "caution": (_OFF, _NOT_THERE),
+    "rectify": (_OFF, _NOT_THERE),
+    "adanorm": (_OFF, _NOT_THERE),
+    "adam": (_OFF, 'layerwise="none" does that'),
+}
+
+_OF_OTHERS = {**_OF_TORCH, **_OF_LAMBS}
+
+KNOWN = (*HYPERPARAMETER_NAMES, *OPTIONS, *WITHOUT_MEANING, *_OF_TORCH, "decayed")
 
 _P = ParamSpec("_P")
 
 
 def refusing_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
-    """A constructor that says what a name it does not know was meant to be. Type checkers see its own signature."""
+    """A constructor that says what a name it does not know was meant to be. Type checkers see its own signature.
+
+    Options of other optimizers are treated as in groups: what says what is so anyway has no effect.
+    """
     names = list(inspect.signature(init).parameters)[2:]  # without self and params
 
     @functools.wraps(init)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        others = [name for name in kwargs if name in _OF_OTHERS and name not in names]
+        check_torch_options({name: kwargs.pop(name) for name in others})
         unknown = (name for name in kwargs if name != "params" and name not in names)
         refuse_unknown(unknown, names, type(args[0]).__name__)
         init(*args, **kwargs)
@@ -48,13 +84,13 @@ def refusing_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def check_torch_options(options: Mapping[str, Any]) -> None:
-    """Raise for an option of torch.optim that would not do what it says."""
+    """Raise for an option of torch.optim, or of another LAMB, that would not do what it says."""
     for name in WITHOUT_MEANING:
         if not isinstance(options.get(name), (bool, type(None))):
             raise ValueError(f"{name}={shown(options[name])} must be True, False or None; it has no effect on ALTO")
-    for name, reason in _MUST_BE_OFF.items():
-        value = options.get(name)
-        if value is not None and not (isinstance(value, (bool, int)) and not value):
+    for name, (harmless, reason) in _OF_OTHERS.items():
+        value = options.get(name)  # None is what is so anyway, for all of them
+        if not (isinstance(value, (bool, int, float, type(None))) and value in harmless):
             raise ValueError(f"{name}={shown(value)} is not possible with ALTO: {reason}. Leave {name!r} out")
 
 
@@ -94,7 +130,7 @@ def for_all_groups(given: Mapping[str, Any], groups: Sequence[Any]) -> dict[str,
 
 def without_options(group: dict[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """A group without options, which are checked: they must be the optimizer's own, ``current``."""
-    refuse_near_misses(group, KNOWN)
+    refuse_near_misses((name for name in group if name not in _OF_LAMBS), KNOWN)
     check_torch_options(group)
     for name, value in current.items():
         if name in group and _word(group[name]) != _word(value):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import states
 from .kernels import Dtypes, find_fault
-from .kernels.capture import refuse_cold
 from .kernels.choice import ACCELERATED, warn_of_fallback
-from .sharding.collective import anyone_objects, replicas_object
+from .sharding.collective import accelerator_type, anyone_objects, replicas_object
 from .sharding.layout import LogicalParameter, ShardLayout
 from .sharding.plan import StepPlan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Plans:
@@ -23,17 +25,24 @@ class Plans:
     Args:
         layouts: of sharded tensors.
         joined: parameters in whose norms this rank takes part without a segment of them.
+        replicas: process groups of the ranks that have the same parameters; None if nobody knows all of them.
     """
 
-    def __init__(self, layouts: Mapping[torch.Tensor, ShardLayout], joined: Sequence[LogicalParameter]) -> None:
+    def __init__(
+        self,
+        layouts: Mapping[torch.Tensor, ShardLayout],
+        joined: Sequence[LogicalParameter],
+        replicas: Sequence[ProcessGroup] | None = None,
+    ) -> None:
         self.layouts = dict(layouts)
         self.joined = tuple(joined)
+        self.replicas = replicas
         self.agreed: set[tuple[str, ...]] = set()
         """The parameters about which ranks have compared themselves."""
+        self.proved_for: set[tuple[str, ...]] = set()
+        """The parameters about which ranks have told each other whether "auto" may use its kernel for GPUs."""
         self.proved = True
         """Whether "auto" may use its kernel for GPUs."""
-        self.captured: list[Any] = []
-        """What graphs go on using: it stays as long as the optimizer."""
         self._made: dict[tuple[tuple[int, ...], ...], StepPlan] = {}
 
     def __len__(self) -> int:
@@ -45,55 +54,59 @@ class Plans:
     def clear(self) -> None:
         self._made.clear()
 
-    def of(
+    def known(self, groups: Sequence[Mapping[str, Any]]) -> StepPlan | None:
+        """The plan for the tensors that are in the groups now, if there is one."""
+        plan = self._made.get(_key(groups))
+        return plan if plan is not None and plan.fits() else None
+
+    def new(
         self,
         groups: Sequence[Mapping[str, Any]],
         others: Collection[torch.Tensor],
         description: Callable[[], Mapping[str, str]],
         state_dtypes: Mapping[str, torch.dtype | None] | None,
-        capturing: bool = False,
     ) -> StepPlan:
-        """The plan for the tensors that are in the groups now.
+        """A plan for the tensors that are in the groups now, on which ranks agree.
 
         Args:
             groups: of the optimizer.
             others: tensors that the optimizer knows besides.
             description: what must be the same on all ranks.
             state_dtypes: of states in low precision; None if the kernel is not to be proved.
-            capturing: whether a graph is recorded, in which no plan can be made.
         """
-        key = tuple([tuple(map(id, group["params"])) for group in groups])
-        plan = self._made.get(key)
-        if plan is None or not plan.fits():
-            if capturing:
-                refuse_cold("no step was taken with these parameters yet")
-            plan = StepPlan(groups, self.layouts, self.joined)
-            names = tuple(plan.norms.slots)
-            # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
-            agree = names not in self.agreed and any(group["layerwise"] != "none" for group in groups)
-            if agree:
-                plan.require_agreement(description())
-                self.agreed.add(names)
-            if state_dtypes is not None:
-                self._prove_kernel(dtypes_in_use(groups, state_dtypes), plan, agree)
-            self._drop_outdated(itertools.chain.from_iterable([*(group["params"] for group in groups), others]))
-            self._made[key] = plan
+        plan = StepPlan(groups, self.layouts, self.joined)
+        names = tuple(plan.norms.slots)
+        # Once for the same parameters: a rank that makes a plan anew, alone, must not wait for the others.
+        agree = names not in self.agreed and any(group["layerwise"] != "none" for group in groups)
+        if agree:
+            plan.require_agreement(description())
+            self.agreed.add(names)
+        if state_dtypes is not None:
+            self._prove_kernel(dtypes_in_use(groups, state_dtypes), plan, agree)
+            self.proved_for.add(names)
+        self._drop_outdated(itertools.chain.from_iterable([*(group["params"] for group in groups), others]))
+        self._made[_key(groups)] = plan
         return plan
 
-    def _prove_kernel(self, in_use: Mapping[torch.device, Iterable[Dtypes]], plan: StepPlan, is_new: bool) -> None:
+    def _prove_kernel(self, in_use: Mapping[torch.device, Iterable[Dtypes]], plan: StepPlan, together: bool) -> None:
         """Whether "auto" may use its kernel for GPUs: all ranks that have pieces or replicas do, or none of them.
+
+        Where machines have a device of such a kernel, ranks ask each other once for the same parameters: over the
+        process groups that are known, and through the job's store if there may be other replicas. That cannot hang.
 
         Args:
             in_use: what the kernel would have to serve.
             plan: whose process groups connect the ranks.
-            is_new: whether all ranks make this plan now.
+            together: whether all ranks of these groups are here now.
         """
         faults = [fault for device, dtypes in in_use.items() if (fault := find_fault(device, dtypes))]
         objects = bool(faults)
-        if is_new and plan.connected:
-            objects = anyone_objects(objects, plan.connected, ACCELERATED)
-        elif is_new and in_use:
-            objects = replicas_object(objects)
+        if accelerator_type() in ACCELERATED and tuple(plan.norms.slots) not in self.proved_for:
+            connected = plan.connected if together else []
+            objects = anyone_objects(objects, [*connected, *(self.replicas or ())])
+            unknown = self.replicas is None and not (together and plan.connects_all)
+            if unknown and (in_use or not plan.tensors):
+                objects = replicas_object(objects)
         if objects and self.proved:
             self.proved = False
             warn_of_fallback(faults[0] if faults else "it failed on another rank, whose warning says why")
@@ -108,6 +121,10 @@ class Plans:
         for key, plan in list(self._made.items()):
             if any(id(tensor) not in known for tensor in plan.tensors):
                 del self._made[key]
+
+
+def _key(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(map(id, group["params"])) for group in groups])
 
 
 def dtypes_in_use(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from . import states
 from .errors import MisfittingTensor, UnsupportedTensor, refuse_unsupported_gradient
-from .kernels import Batch, FlatShard
+from .kernels import Batch
 from .kernels.capture import refuse_cold
 from .kernels.shards import Memory
 from .sharding.collective import home_of
@@ -20,13 +21,12 @@ from .sharding.plan import PlannedTensor, StepPlan
 from .spans import PLAIN
 
 
-class Ready(NamedTuple):
+@dataclass(slots=True)
+class Ready:
     """A tensor that has a gradient."""
 
     planned: PlannedTensor
     param: torch.Tensor
-    group: int
-    """Number of its parameter group."""
     grad: torch.Tensor
     """This rank's."""
     state: Mapping[str, Any]
@@ -54,13 +54,11 @@ class StepInputs:
             self.shards[device] = Batch((), self.kept.setdefault(device, {}))
         return self.shards[device]
 
-    def over_every_parameter(self, plan: StepPlan) -> dict[torch.device, list[FlatShard]]:
-        """The shards with each parameter's span by itself, also where it gets no ratio."""
+    def ask_for_all_sums(self, plan: StepPlan) -> None:
+        """Have phase one give the sums of every parameter, also of those that get no ratio."""
         planned = [planned for group in plan.groups for planned in group]
-        return {
-            device: [replace(shard, spans=planned[shard.place].spans("every")) for shard in shards]
-            for device, shards in self.shards.items()
-        }
+        for shard in itertools.chain.from_iterable(self.shards.values()):
+            shard.spans = planned[shard.place].spans("every")
 
 
 def in_one_order(
@@ -79,16 +77,15 @@ def in_one_order(
     return flat, grad, m, v, u, None if theta.is_contiguous() else theta
 
 
-def count_one_more(counters: Sequence[torch.Tensor], skip: torch.Tensor | None) -> list[torch.Tensor]:
-    """One more step in all counters; gives those on the host.
+def count_one_more(counters: list[torch.Tensor], skip: torch.Tensor | None, capturable: bool) -> list[torch.Tensor]:
+    """One more step in all counters; gives those on the host, which are all unless steps may be captured.
 
     Those on a device leave out a step that is skipped. The host takes it back, when it knows.
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    host = [count for count in counters if count.is_cpu]
-    for count in counters if len(host) < len(counters) else ():
-        if not count.is_cpu:
-            by_device.setdefault(count.device, []).append(count)
+    for count in counters if capturable else ():
+        by_device.setdefault(count.device, []).append(count)
+    host = by_device.pop(torch.device("cpu"), []) if capturable else counters
     for device, some in by_device.items():
         one = torch.ones((), dtype=torch.float32, device=device)
         torch._foreach_add_(some, one if skip is None else one - skip[0].to(device), alpha=1)
@@ -116,18 +113,31 @@ def refuse_fsdp1(param: torch.Tensor) -> None:
         )
 
 
-def check_states(param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise if a parameter no longer fits its states: its ``data`` was replaced or moved.
+def check_states(
+    param: torch.Tensor, state: Mapping[str, Any], keys: Sequence[str], chosen: Mapping[str, torch.dtype | None]
+) -> None:
+    """Raise if a parameter no longer fits its states: its ``data`` was replaced, moved or cast.
 
     A kernel that went by the old sizes would write into memory that belongs to something else.
+
+    Args:
+        param: the parameter.
+        state: its states.
+        keys: their names.
+        chosen: the precision of those that have one of their own; they are converted if they have another.
     """
-    shape, device = param.shape, param.device
-    for key in keys if state else ():
+    if not state:
+        return
+    shape, device, dtype = param.shape, param.device, states.state_dtype(param)
+    for key in keys:
         value = state.get(key)
-        if value is not None and (value.shape != shape or value.device != device):
+        if value is None:
+            continue
+        if value.shape != shape or value.device != device or (value.dtype != dtype and chosen.get(key) is None):
             raise MisfittingTensor(
-                f"a parameter of shape {tuple(shape)} on {device} has {key} of shape {tuple(value.shape)} "
-                f"on {value.device}: its data was replaced or moved after a step. Build a new optimizer for it"
+                f"a parameter of shape {tuple(shape)}, {param.dtype} on {device}, has {key} of shape "
+                f"{tuple(value.shape)}, {value.dtype} on {value.device}, instead of {dtype}: its data was replaced, "
+                "moved or cast after a step. Build a new optimizer for it"
             )
 
 

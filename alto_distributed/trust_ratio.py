@@ -16,10 +16,10 @@ from .spans import NONZERO
 
 
 def ratio_for(group: Mapping[str, Any], hyper: Hyperparameters) -> str:
-    """Which segments of a group get the ratio: "every", "matrices" or "no" segment, or "nothing" if none has sums."""
+    """Which segments of a group get the ratio: "every", "matrices" or "no" segment."""
     if hyper.layerwise == "decayed":
         return "every" if is_decayed(group) else "no"
-    return {"matrices": "matrices", "all": "every", "none": "nothing"}[hyper.layerwise]
+    return {"matrices": "matrices", "all": "every", "none": "no"}[hyper.layerwise]
 
 
 def is_decayed(group: Mapping[str, Any]) -> bool:

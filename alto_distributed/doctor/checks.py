@@ -112,8 +112,10 @@ def kernel_agrees(kernel: str, device: torch.device) -> str:
 
 def auto_uses(device: torch.device) -> str:
     """Which kernel "auto" takes on a GPU, by the self-check of a first step."""
-    fault = find_fault(device, [Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)])
-    return f"torch's foreach operations: {fault}" if fault else "Triton: its self-check on this device passed"
+    full, half = torch.float32, torch.bfloat16
+    in_use = [Dtypes(full, full, full, full), Dtypes(half, half, full, full), Dtypes(full, full, half, half)]
+    fault = find_fault(device, in_use)
+    return f"torch's foreach operations: {fault}" if fault else "Triton: its self-check passed, also in bfloat16"
 
 
 def _require_compiler() -> None:

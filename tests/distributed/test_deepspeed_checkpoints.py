@@ -38,3 +38,9 @@ def test_command_line(case, directory, capsys):
         universal.main(arguments)
     assert refused.value.code == 2
     assert "is not empty" in capsys.readouterr().err
+    no_folder = saved / "pictures.pt" / "universal"
+    with pytest.raises(SystemExit) as refused:  # what the system says was a traceback
+        universal.main([str(saved / "saved"), str(no_folder)])
+    assert refused.value.code == 2
+    said = f"python -m alto_distributed.deepspeed.universal: [Errno 20] Not a directory: '{no_folder}'"
+    assert capsys.readouterr().err.splitlines() == [said]

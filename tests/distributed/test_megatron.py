@@ -18,9 +18,13 @@ MODULES = ",".join(
         "megatron_experts",
         "agreement_megatron",
         "megatron_checkpoints",
+        "megatron_async",
         "megatron_overlap",
+        "megatron_offload",
+        "megatron_fp8",
         "megatron_program",
-        "engines",  # the last: DeepSpeed comes in here
+        "engines",  # the last ones: DeepSpeed comes in here
+        "program_engines",
     )
 )
 

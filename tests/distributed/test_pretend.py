@@ -11,7 +11,7 @@ CORE = "on_device,sharded,nonfinite,agreement"
 CHECKPOINTS = "checkpoints"
 ZERO = "zero,on_device_deepspeed,nonfinite_deepspeed"
 ZERO_CHECKPOINTS = "zero_checkpoints"
-MEGATRON = ",".join(f"megatron{name}" for name in ("_on_device", "", "_parallel", "_program", "_overlap"))
+MEGATRON = ",".join(f"megatron{name}" for name in ("_on_device", "", "_parallel", "_program", "_overlap", "_offload"))
 MEGATRON_MORE = "megatron_precision,nonfinite_megatron,agreement_megatron,megatron_checkpoints"
 
 exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
@@ -19,6 +19,34 @@ exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=
 
 def pretended(modules, *world_sizes, **more):
     return every_case(modules, *world_sizes, device="pretend", **more)
+
+
+#: Cases that take long there, and meet the device no otherwise than those that run every day.
+LONG = [
+    "case_zero_init",
+    "case_parameter_groups_are_kept_as_they_are",
+    "case_lamb_is_ours_if_it_is_asked_for",
+    "case_client_built_optimizers_get_the_same_treatment",
+    "case_schedulers_from_the_json",
+    "case_with_the_layouts_withheld_the_comparison_fails",
+    "case_sequence_parallelism_without_apex",
+    "case_pipeline_variants",
+    "case_context_parallel",
+    "case_what_the_program_once_saved_is_mended_when_it_is_loaded",
+    "case_the_program_saves_and_loads_weights_of_one_step",
+    "case_vectors_at_a_rate_of_their_own_and_embeddings_without_ratio",
+    "case_tensor_parallel_variants",
+    "case_lamb_by_its_name",
+    "case_other_optimizers_are_left_alone",
+    "case_the_reference_is_the_papers_algorithm",
+    "case_without_the_reduction_of_norms_the_comparison_fails",
+    "case_built_as_megatron_bridge_builds_it",
+]
+
+
+def everyday(modules, *world_sizes):
+    """All but the long ones, unless the run is exhaustive."""
+    return [one for one in pretended(modules, *world_sizes) if EXHAUSTIVE or one.values[0].function not in LONG]
 
 
 def variations(modules, *world_sizes):
@@ -47,7 +75,7 @@ def test_checkpoints(case, directory):
     check(case, directory)
 
 
-@pytest.mark.parametrize("case", pretended(ZERO, 2))
+@pytest.mark.parametrize("case", everyday(ZERO, 2))
 def test_zero(case, directory):
     check(case, directory)
 
@@ -74,15 +102,21 @@ def test_one_visible_device_for_each_rank(case, directory):
     check(case, directory)
 
 
-IN_FLOAT32 = "case_fsdp2_in_float32_stays_within_rounding"
+IN_FLOAT32 = (
+    "case_fsdp2_in_float32_stays_within_rounding",
+    "case_gradients_that_only_some_ranks_have",
+    "case_gradients_that_no_rank_has",
+)
 
 
-@pytest.mark.parametrize("case", pretended("sharded", 2, only=IN_FLOAT32, PRETEND_NO_FLOAT64="1"))
+@pytest.mark.parametrize(
+    "case", [case for name in IN_FLOAT32 for case in pretended("sharded", 2, only=name, PRETEND_NO_FLOAT64="1")]
+)
 def test_a_backend_without_float64(case, directory):
     check(case, directory)
 
 
-@pytest.mark.parametrize("case", pretended(MEGATRON, 2))
+@pytest.mark.parametrize("case", everyday(MEGATRON, 2))
 def test_megatron(case, directory):
     check(case, directory)
 

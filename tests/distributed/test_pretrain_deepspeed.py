@@ -9,6 +9,7 @@ import torch
 
 from alto_distributed import ALTO
 from alto_distributed.pretrain import optimizers
+from alto_distributed.pretrain.config.optimizer_options import WHOLE_NAMES
 from alto_distributed.pretrain.config.settings import parse
 from alto_distributed.pretrain.memory.usage import parameter_count as counted_by_hand
 from alto_distributed.pretrain.model import (
@@ -98,7 +99,7 @@ def test_model_is_the_one_that_was_asked_for():
 def test_loss_is_the_mean_over_all_next_tokens_in_float32():
     tokens = torch.randint(0, 130, (3, 11))
     logits = torch.randn(3, 10, 130, dtype=torch.bfloat16)
-    assert inputs_of(tokens).shape == (3, 10)
+    assert inputs_of(tokens)["input_ids"].shape == (3, 10)
     by_hand = 0.0
     for sample in range(3):
         for position in range(10):
@@ -124,14 +125,16 @@ def test_every_optimizer_has_the_same_groups_and_its_defaults(name):
     run = run_of(optimizer={"name": name, "lr": 0.003, "weight_decay": 0.2})
     model = build_model(run)
     optimizer = optimizers.build_optimizer(run, optimizers.build_groups(run, model))
-    decayed, undecayed = optimizer.param_groups
+    decayed, *embedded, undecayed = optimizer.param_groups
+    assert len(embedded) == (name == "muon")
     assert (decayed["lr"], decayed["weight_decay"], undecayed["weight_decay"]) == (0.003, 0.2, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in undecayed["params"]} == {1}
     for option, value in optimizers.default_options(name).items():
         of_the_optimizer = ("kernel", "embeddings", *STATE_DTYPES)  # not of its groups
         if option not in of_the_optimizer and not (name == "lamb" and option == "betas"):
-            assert decayed[option] == value, option
+            group = undecayed if name == "muon" and option in ("betas", "eps") else decayed
+            assert group[option] == value, option
 
 
 @pytest.mark.parametrize("name", optimizers.ALTO_NAMES)
@@ -189,6 +192,9 @@ def test_numbers_that_yaml_reads_as_text():
         ("adam", {"eps": "small"}, "options.eps='small' must be a number"),
         ("adam", {"eps": [1e-8, 1e-8, 1e-8]}, "must be one number for adam"),
         ("adabelief", {"eps": -1.0}, "eps.* is out of range"),
+        ("muon", {"momentum": 1.5}, "options.momentum.* is out of range"),
+        ("mars", {"gamma": -1}, "options.gamma=-1 must be a number from 0 on for mars"),
+        ("soap", {"precondition_frequency": 0}, "precondition_frequency=0 must be a whole number from 1 on"),
     ],
 )  # fmt: skip
 def test_options_that_are_refused(name, options, message):
@@ -233,9 +239,9 @@ def test_the_run_fills_in_what_the_json_leaves_out(completed):
 
     bf16 = completed({"bf16": {"immediate_grad_update": True}}, training={"precision": "bf16"})
     assert bf16["bf16"] == {"immediate_grad_update": True, "enabled": True}
-    for name in optimizers.NAMES:
+    for name in {*optimizers.NAMES} - {*WHOLE_NAMES}:
         untested = completed({}, optimizer={"name": name}).get("zero_allow_untested_optimizer", False)
-        assert untested == (name in ("lion", "adabelief"))
+        assert untested == (name in optimizers.THIRD_PARTY)
 
 
 def test_a_json_may_say_the_same_as_the_run(completed):
@@ -267,6 +273,8 @@ def test_a_json_may_say_the_same_as_the_run(completed):
         ({"optimizer": {"type": "ALTO", "params": {"eps": 1e-3}}}, {}, "optimizer.params.eps"),
         ({"optimizer": {"type": "ALTO", "params": {"alpha": -5}}}, {"optimizer": {"name": "lamb"}}, "alpha.*has 0.0"),
         ({"optimizer": {"type": "AdamW", "params": {"foreach": 1}}}, {"optimizer": {"name": "adamw"}}, "foreach"),
+        ({"zero_optimization": {"stage": 1}}, {"optimizer": {"name": "muon"}}, "muon looks at whole .* 1 in fp32"),
+        ({}, {"optimizer": {"name": "soap"}, "training": {"precision": "bf16"}}, "soap looks at whole .* 0 in bf16"),
         ({}, {"training": {"global_batch": 20}}, "not a multiple of micro_batch x data-parallel ranks"),
         ("{", {}, "cannot be read"),
         ("[1]", {}, "holds a list, and should hold an object"),

@@ -267,6 +267,26 @@ def test_hugging_face_trains_with_the_json_alone(way, unsharded_gpt2):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
+def test_trainer_with_a_model_that_is_born_sharded(tmp_path):
+    """Under zero.Init all parameters say that they have one dimension; matrices get decay and ratio nevertheless."""
+    config = json.loads((CONFIGS / "trainer-stage2.json").read_text())
+    config["zero_optimization"] = {"stage": 3}
+    config["optimizer"]["params"]["diagnostics_every"] = 1
+    del config["data_types"]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    report = report_in(run([*with_trainer(str(tmp_path / "ds.json")), "--zero_init"]))
+    assert (report["wrapper"], report["optimizer"]) == ("DeepSpeedZeroOptimizer_Stage3", "ALTO")
+    assert report["dimensions"] == [1]
+    assert [group["weight_decay"] for group in report["groups"]] == [DECAY, 0.0]
+    ratios = report["ratios"]
+    without = {name for name, ratio in ratios.items() if ratio == 1.0}
+    assert without == {name for name in ratios if name.endswith("bias") or ".ln_" in name}
+    assert len(ratios) - len(without) == 2 + 2 * 4  # two embeddings, and four matrices a layer
+    assert report["losses"][-1] < 3.0 < 3.4 < report["losses"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
 def test_trainer_drops_an_optimizer_and_a_warning_says_so(tmp_path):
     """It trains with AdamW; were ALTO used one day, this test and the page have to say so."""
     config = json.loads((CONFIGS / "trainer-stage2.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 import tomllib
 
 from alto_distributed.extras import EXTRA_OF
-from alto_distributed.pretrain import cli as commands
+from alto_distributed.pretrain import compare
 from tests.helpers.launcher import EXHAUSTIVE, REPO
 from tests.helpers.processes import MPI_AS_ROOT, free_port
 
@@ -96,7 +96,7 @@ def test_the_console_script_is_python_m_alto_distributed(alto, tmp_path):
     said = alto("script.py", "--flag", cwd=tmp_path)
     assert (said.returncode, said.stdout) == (3, "beside ['script.py', '--flag'] __main__\n")
     said = alto("absent.py", cwd=tmp_path)
-    assert (said.returncode, said.stderr) == (1, "alto_distributed: there is no script absent.py\n")
+    assert (said.returncode, said.stderr) == (2, "alto_distributed: there is no script absent.py; see alto --help\n")
 
 
 def test_the_console_script_prepares_data(alto, tmp_path):
@@ -115,7 +115,7 @@ def test_ranks_are_started_as_the_program_was(name, spec, expected, monkeypatch)
     main = type(sys)("__main__")
     main.__file__, main.__spec__ = name, spec
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert commands._entry() == expected
+    assert compare.entry() == expected
 
 
 # -- what is missing ---------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ PRETRAIN = ["pretrain", "--config", TINY]
 MISSING = {
     "yaml": (["prepare", "--output", "x"], "prepare: yaml is not installed: pip install 'alto-distributed[pretrain]'"),
     "tokenizers": (
-        ["prepare", "a.txt", "--output", "x", "--quiet"],
+        ["prepare", "a.txt", "--output", "x", "--split", "1,0,0", "--quiet"],
         "tokenizers is not installed: pip install 'alto-distributed[pretrain]', or use --tokenizer bytes",
     ),
     "matplotlib": (["report", "run"], "matplotlib is not installed: pip install 'alto-distributed[pretrain]'"),
@@ -177,7 +177,7 @@ def said(tmp_path_factory):
     where = tmp_path_factory.mktemp("missing")
     (where / "run").mkdir()
     (where / "run/metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
-    (where / "a.txt").write_text("words")
+    (where / "a.txt").write_text("words\n" * 1000)
     cases = [(modules, command) for modules, (command, _) in MISSING.items()]
     variables = {**os.environ, "PYTHONPATH": str(REPO)}
     subprocess.run(
@@ -194,7 +194,7 @@ def test_a_missing_extra_is_told_in_one_line(modules, said):
 
 
 def test_every_module_is_in_the_extra_that_is_named_for_it():
-    distributions = {"yaml": "pyyaml", "megatron": "megatron-core"}
+    distributions = {"yaml": "pyyaml", "megatron": "megatron-core", "mlflow": "mlflow-skinny"}
     for module, extra in EXTRA_OF.items():
         listed = [re.split("[^a-z0-9_-]", line)[0] for line in PROJECT["optional-dependencies"][extra]]
         assert distributions.get(module, module) in listed
@@ -231,8 +231,12 @@ PROMISES = {
     ],
     "mpi": [["bin/mpirun", "--oversubscribe", "-n", "2", "bin/python", "-c", RANKS]],
     "gpu": [["bin/python", "-c", "import alto_distributed.kernels.triton.kernel"]],
-    "pretrain": [PREPARE, ["bin/alto", *PRETRAIN, "--dry-run"], ["bin/alto", "estimate", "--config", TINY]],
-    "deepspeed,pretrain": [PREPARE, ["bin/python", *TRAIN, "training.iterations=2", "schedule.warmup=1"]],
+    "pretrain": [PREPARE, ["bin/alto", "estimate", "--config", TINY]],
+    "deepspeed,pretrain": [
+        PREPARE,
+        ["bin/alto", *PRETRAIN, "--dry-run"],
+        ["bin/python", *TRAIN, "training.iterations=2", "schedule.warmup=1"],
+    ],
 }
 
 

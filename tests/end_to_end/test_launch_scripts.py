@@ -53,7 +53,10 @@ VARIABLES = {
         {"GPUS": "2", "NODES": "2", "NODE": "0", "MASTER": "h:1"},
     ),
     "mpirun": (["RANKS", "HOSTS"], {}),
-    "slurm": (["GPUS", "PORT", "SLURM_NNODES", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"], {"SLURM_JOB_NODELIST": "n[0-1]"}),
+    "slurm": (
+        ["GPUS", "PORT", "IMAGE", "MOUNTS", "SLURM_NNODES", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"],
+        {"SLURM_JOB_NODELIST": "n[0-1]", "IMAGE": "alto.sqsh"},
+    ),
     "deepspeed": (["GPUS", "HOSTFILE"], {}),
     "tiny": (["RANKS", "RUN"], {}),
 }

@@ -6,10 +6,12 @@
     ALTO_MEGATRON_LM=/path/to/Megatron-LM pytest tests/end_to_end/test_megatron_command_line.py
 """
 
+import itertools
 import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,10 +132,12 @@ for order in itertools.permutations(NAMES):
         assert (config.alto_alpha, config.alto_eps, config.alto_bias_correction) == (-2.0, (1e-7, 1e-8, 1e-9), False)
         orders += 1
 assert use("--optimizer alto --alto-eps 1e-7").alto_eps == 1e-7
-assert use("--optimizer alto").alto_betas == (0.99, 0.9, 0.99)
-config = use("--optimizer lamb --alto-eps 1e-7")
 from alto_distributed.megatron.config import check
-assert (config.optimizer, check(config).alpha, check(config).eps[0]) == ("lamb", 0.0, 1e-7)
+assert check(use("--optimizer alto")).betas == (0.99, 0.9, 0.99)
+assert check(use("--optimizer lamb --alto-betas 0.99 0.9 0.99")).betas == (0.99, 0.9, 0.99)
+config = use("--optimizer lamb --alto-eps 1e-7")
+found = check(config)
+assert (config.optimizer, found.alpha, found.betas, found.eps) == ("lamb", 0.0, (0.99, 0.9, 0.999), (1e-7, 0.0, 0.0))
 
 def refused(do, says):
     try:
@@ -152,6 +156,12 @@ for do in (arguments.validate_args, training.get_megatron_optimizer_config):
 refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-eps 1 2")), "three")
 refused(lambda: arguments.validate_args(parse("--optimizer lamb --alto-alpha -2")), "no effect with --optimizer lamb")
 refused(lambda: arguments.validate_args(parse("--optimizer alto --alto-alpha 100.5")), "alpha=100.5 is out of range")
+for name, says in {"use_mup": "leave out --use-mup", "fp4_param_gather": "leave out --fp4-param-gather"}.items():
+    args = parse("--optimizer alto")
+    setattr(args, name, True)
+    arguments.seen.clear()
+    refused(lambda: arguments.validate_args(args), says)
+    assert not arguments.seen, "before Megatron's own validation"
 help = arguments.add_megatron_arguments(argparse.ArgumentParser()).format_help()
 assert "saves 50% of the memory" in help and "--alto-alpha" in help
 assert parse("--optimizer LAMB").optimizer == "lamb" and parse("--optimizer Alto").optimizer == "alto"
@@ -207,7 +217,8 @@ forget()
 training = load(NAMES)[2]
 training.get_megatron_optimizer_config = lambda args, more: None
 refused(alto_distributed.register, "get_megatron_optimizer_config does not take (args)")
-print("ORDERS", orders)
+from alto_distributed.megatron import command_line
+print("ORDERS", orders, "FLAGS", *command_line._FLAGS)
 """
 
 
@@ -217,7 +228,11 @@ def test_every_order_of_imports_is_patched_whole_or_not_at_all(tmp_path):
     for name, source in MINIATURE.items():
         (folder / f"{name}.py").write_text(source)
     output = run([sys.executable, "-c", USE_THE_MINIATURE], PYTHONPATH=f"{REPO}{os.pathsep}{tmp_path}")
-    assert "ORDERS 120" in output
+    orders, flags = re.search("ORDERS (.*) FLAGS (.*)", output).groups()
+    assert orders == "120"
+    assert flags.split() == FLAGS, "the tests with a tree compare --help with these"
+    page = (REPO / "configs" / "megatron" / "README.md").read_text()
+    assert sorted(re.findall(r"^\| `(--[\w-]+)` \| `alto_", page, re.M)) == sorted(FLAGS)
 
 
 # -- Megatron-LM's command line ----------------------------------------------------------------------------
@@ -237,12 +252,26 @@ JOB = " ".join([MODEL, DATA, BATCH, RATE, LOG, CPU, "--use-distributed-optimizer
 ALTO = "--optimizer alto --alto-alpha -5 --alto-betas 0.99 0.9 0.99 --alto-eps 1e-6 --alto-layerwise decayed"
 
 
-def pretrain(*more):
-    """Losses by iteration of Megatron-LM's own script on two ranks, and its log."""
-    script = [RUNNER, str(Path(TREE) / "pretrain_gpt.py"), *JOB.split(), *ALTO.split(), *more]
-    log = run([*TORCHRUN, *script], timeout=600)
-    found = re.findall(rf"iteration +(\d+)/ +{ITERATIONS} \|.*?lm loss: (\S+) \|", log)
-    return {int(iteration): float(loss) for iteration, loss in found}, log
+def command(*more, job=JOB):
+    """Megatron-LM's own script on two ranks."""
+    return [*TORCHRUN, RUNNER, str(Path(TREE) / "pretrain_gpt.py"), *job.split(), *ALTO.split(), *more]
+
+
+def losses_in(log):
+    """By iteration."""
+    found = re.findall(r"iteration +(\d+)/ +\d+ \|.*?lm loss: (\S+) \|", log)
+    return {int(iteration): float(loss) for iteration, loss in found}
+
+
+def pretrain(*more, **options):
+    """Losses by iteration, and the log."""
+    log = run(command(*more, **options), timeout=900)
+    return losses_in(log), log
+
+
+def numbers_in(log, name):
+    """What the lines of iterations say under some name."""
+    return [float(value) for value in re.findall(rf"\| +{name}: +(\S+) \|", log)]
 
 
 @pytest.mark.slow
@@ -367,3 +396,84 @@ def test_help_goes_to_the_script_and_shows_the_flags():
     ours = done.stdout.split("\nALTO:\n")[1]
     assert re.findall(r"^  (--\S+)", ours, re.M)[: len(FLAGS)] == FLAGS
     assert re.search(r"--optimizer \{[^}]*,alto,lamb\}", done.stdout)
+
+
+@pytest.mark.slow
+@real_tree
+def test_yaml_cfg_fails_alike_with_adam(tmp_path):
+    """It replaces all flags by another set, which Megatron-LM itself no longer takes."""
+    example = Path(TREE) / "examples" / "gpt3" / "gpt_config.yaml"
+    if not example.exists():
+        pytest.skip("main has no example of it")
+    settings = re.sub(r"(?m)^optimizer:.*$", "", example.read_text())
+    ends = []
+    for name in ("adam", "alto"):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"{settings}\noptimizer: {name}\n")
+        command = [sys.executable, RUNNER, str(Path(TREE) / "pretrain_gpt.py"), "--yaml-cfg", str(file)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode != 0
+        ends.append(re.findall(r"^\w*(?:Error|Exception)\b.*", done.stderr, re.M)[-1])
+    assert ends[0] == ends[1]
+
+
+# -- flags of Megatron-LM's that have nothing to do with the optimizer, and read it or its schedule -----------------
+
+#: By samples: the batch grows from 16 to 32 in the first 64 samples, the rate over the first 128.
+SAMPLES = "--micro-batch-size 8 --global-batch-size 32 --rampup-batch-size 16 16 64 --train-samples 384 --seed 1"
+RATE_BY_SAMPLES = "--lr 0.1 --min-lr 0.1 --lr-warmup-samples 128 --lr-decay-samples 384"
+RATE_BY_SAMPLES += " --weight-decay 0.01 --clip-grad 1"
+BY_SAMPLES = JOB.replace(BATCH, SAMPLES).replace(RATE, RATE_BY_SAMPLES)
+
+
+@pytest.mark.slow
+@real_tree
+def test_flags_that_look_at_the_optimizer():
+    """--rampup-batch-size, --lr-warmup-samples, --log-params-norm, --log-num-zeros-in-grad and --rerun-mode.
+
+    The last computes gradients of an iteration twice; a state that had moved in between would change the losses.
+    """
+    flags = ["--log-params-norm", "--log-num-zeros-in-grad"]
+    losses, log = pretrain(*flags, "--rerun-mode", "validate_results", job=BY_SAMPLES)
+    grows = "rampup_batch_size" in (Path(TREE) / "megatron/training/global_vars.py").read_text()
+    batches = [16] * 4 + [32] * 10 if grows else [32] * 12  # from 0.19 on the flag is accepted, and nothing reads it
+    assert numbers_in(log, "global batch size") == batches
+    assert list(losses) == list(range(1, len(batches) + 1))
+    assert losses[len(batches)] < losses[1] - 0.1
+    seen = [0, *itertools.accumulate(batches)]
+    grown = [min(1.0, samples / 128) * 0.1 for samples in seen]
+    rates = numbers_in(log, "learning rate")
+    assert rates in (pytest.approx(grown[:-1], rel=1e-4), pytest.approx(grown[1:], rel=1e-4))
+    norms, zeros = numbers_in(log, "params norm"), numbers_in(log, "num zeros")
+    assert len(norms) == len(zeros) == len(batches)
+    assert 5 < norms[0] < 100  # of 30 thousand weights that begin at 0.02, and of norms, which are 1
+    assert len(set(norms)) > 10
+    assert zeros[0] >= 0
+    plain, _ = pretrain("--rerun-mode", "disabled", job=BY_SAMPLES)
+    assert losses == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.slow
+@real_tree
+def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path):
+    """--exit-signal-handler, and on from there."""
+    job = JOB.replace(f"--train-iters {ITERATIONS}", "--train-iters 100000")
+    start = command("--exit-signal-handler", "--save", str(tmp_path), "--save-interval", "100000", job=job)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(start, cwd=REPO, env=environment(), start_new_session=True, **pipes) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if re.search(r"iteration +3/", line):
+                ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+                for rank in ranks.stdout.split():
+                    os.kill(int(rank), signal.SIGTERM)
+    log = "".join(lines)
+    assert process.returncode == 0, log[-4000:]
+    assert "exiting program after receiving SIGTERM" in log
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert 3 <= saved < 100000
+    job = JOB.replace(f"--train-iters {ITERATIONS}", f"--train-iters {saved + 3}")
+    resumed, _ = pretrain("--load", str(tmp_path), "--override-opt_param-scheduler", job=job)
+    assert list(resumed) == [saved + 1, saved + 2, saved + 3]
+    assert max(resumed.values()) < losses_in(log)[1]

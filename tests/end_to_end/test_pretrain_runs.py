@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,12 @@ import time
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alto_distributed.pretrain import cli
 from alto_distributed.pretrain.checkpoint import manifest
+from alto_distributed.pretrain.data.prepare import prepare
+from alto_distributed.pretrain.trained import open_run
 from tests.helpers.launcher import EXHAUSTIVE, REPO, environment
 from tests.helpers.pretrain_runs import ENTRIES, EVERY, SETTINGS, STEPS, arguments, losses, mpirun, records, torchrun
 from tests.helpers.processes import MPI_AS_ROOT, beside_python, free_port, run
@@ -131,7 +136,7 @@ def whole(tokens, tmp_path_factory):
     (folder / "aside").mkdir()
     for engine in ENTRIES:
         into = folder / "aside" / ".." / engine
-        said[engine] = run([*mpirun(2), *arguments(engine, tokens, into)], **MPI_AS_ROOT, **SECRETS)
+        said[engine] = run([*mpirun(2), *arguments(engine, tokens, into, "logs.report=true")], **MPI_AS_ROOT, **SECRETS)
     return folder, said
 
 
@@ -173,14 +178,46 @@ def test_nothing_of_the_environment_is_written_down(engine, whole):
     assert not [path for path in files if b"canary" in path.read_bytes()]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENTRIES)
+def test_a_trained_model_is_evaluated_exported_and_continues_a_text(engine, whole, tokens, tmp_path, capsys):
+    """From the checkpoint of two ranks, in one process."""
+    into = whole[0] / engine
+    cli.main(["eval", str(into), str(tokens), "--samples", "64"])
+    loss = re.search(r"loss (\S+), perplexity", capsys.readouterr().out).group(1)
+    assert float(loss) == pytest.approx(records(into)[-1]["valid_loss"], abs=1e-4)  # as the ranks had it
+    cli.main(["eval", str(into), str(tokens), "--samples", "64", "--step", str(EVERY)])
+    assert f"loss {loss}" not in capsys.readouterr().out
+    found = []
+    for key in ("text", "body"):
+        (tmp_path / f"{key}.jsonl").write_text(json.dumps({key: "Licensed under the Apache License"}) + "\n")
+        cli.main(["eval", str(into), str(tmp_path / f"{key}.jsonl"), "--text-key", key])
+        found.append(capsys.readouterr().out.partition(": ")[2])
+    assert found[0] == found[1] != ""
+    cli.main(["export", str(into), "--to", "hf", "--into", str(tmp_path / "hf")])
+    model, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = torch.tensor([tokenizer("Licensed under the Apache License")["input_ids"]])
+    with torch.no_grad():
+        expected = open_run(into).model()(input_ids=ids).logits
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+    capsys.readouterr()
+    cli.main(["generate", str(into), "Licensed under", "--tokens", "5", "--seed", "1"])
+    assert capsys.readouterr().out.startswith("Licensed under")
+    other = tmp_path / "other"
+    prepare(other, [REPO / "LICENSE", REPO / "README.md"], vocabulary=300, split=("0.5", "0.5", "0"), workers=1)
+    with pytest.raises(SystemExit, match="was prepared with another tokenizer"):
+        cli.main(["eval", str(into), str(other)])
+
+
 def everyday(engine):
-    """A test for each engine, of which everyday runs have one: together they have every fault, and both engines."""
+    """A test for each engine, of which everyday runs have one. test_checkpoint_faults.py has what both share."""
     skipped = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
     return [each if each == engine else pytest.param(each, marks=skipped) for each in ENTRIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", everyday("megatron"))
+@pytest.mark.skipif(not EXHAUSTIVE, reason="test_checkpoint_faults.py has it every day; EXHAUSTIVE=1 runs it")
+@pytest.mark.parametrize("engine", ENTRIES)
 def test_killed_and_resumed_is_as_if_it_had_not_been(engine, whole, tokens, tmp_path):
     """kill -9 of torchrun and every rank in mid-run."""
     folder, _ = whole
@@ -219,9 +256,12 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, toke
     folder, _ = whole
     into = tmp_path / "run"
     with started([*torchrun(2), "--max-restarts=1", *arguments(engine, tokens, into)], into, after=EVERY) as process:
+        sockets = [s.laddr.ip for s in rank_process(process, 0).net_connections("tcp") if s.status == "LISTEN"]
         rank_process(process, 1).kill()
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
+    assert sockets, "the ranks' store does not listen"
+    assert not {"0.0.0.0", "::"}.intersection(sockets), sockets  # torch's own listens at all addresses
     # Rank 0 says what it lost, unless torchrun ends it first, which is chance. The test below has the line.
     assert "failed (exitcode: -9) local_rank: 1" in output, output[-8000:]
     assert output.count("resumed from") == 1, output[-4000:]
@@ -274,22 +314,27 @@ def test_resumed_on_one_rank_where_two_had_saved(engine, whole, tokens, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "megatron.tensor_parallel=2 megatron.sequence_parallel=true",
-        pytest.param(
-            "megatron.pipeline_parallel=2 megatron.overlap=false",  # one bucket: 0.16.1 pads between several wrongly
-            marks=pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it"),
-        ),
-    ],
-)
-def test_resumed_in_another_layout(layout, whole, tokens, tmp_path):
+@pytest.mark.skipif(not EXHAUSTIVE, reason="cases/megatron_checkpoints.py has it every day; EXHAUSTIVE=1 runs it")
+def test_resumed_in_another_layout(whole, tokens, tmp_path):
     """And with recomputation, which changes no number."""
     folder, _ = whole
     into = begun_from(folder, "megatron", EVERY, tmp_path / "run")
-    run([*torchrun(2), *arguments("megatron", tokens, into, *layout.split(), "training.recompute=true")])
+    layout = ["megatron.tensor_parallel=2", "megatron.sequence_parallel=true", "training.recompute=true"]
+    run([*torchrun(2), *arguments("megatron", tokens, into, *layout)])
     assert list(losses(into).values()) == pytest.approx(list(losses(folder / "megatron").values()), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="cases/megatron_checkpoints.py has it every day; EXHAUSTIVE=1 runs it")
+def test_a_pipeline_whose_checkpoints_would_be_wrong_is_refused_before_it_trains(whole, tokens, tmp_path):
+    """The embedding that is tied over stages has a bucket of its own, and this model's sizes need padding before it."""
+    folder, _ = whole
+    into = begun_from(folder, "megatron", EVERY, tmp_path / "run")
+    before = losses(into)
+    more = ["megatron.pipeline_parallel=2", "megatron.overlap=false"]
+    with pytest.raises(AssertionError, match="writes wrong values into fully_reshardable checkpoints of this model"):
+        run([*torchrun(2), *arguments("megatron", tokens, into, *more)])
+    assert losses(into) == before
 
 
 @pytest.mark.slow
@@ -323,3 +368,55 @@ def test_optimizers_are_compared_from_the_same_start(tokens, tmp_path):
         assert f"| {path.name}" in said
     assert (into / "report.png").stat().st_size > 10_000
     assert [row["run"] for row in json.loads((into / "report.json").read_text())] == [path.name for path in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="cases of tests/distributed have it for DeepSpeed")
+def test_a_batch_that_grows_is_the_same_in_both_engines(tokens, tmp_path):
+    ramp = ["training.batch_ramp={start: 8, step: 8, every: 2}", "training.global_batch=24", "training.micro_batch=4"]
+    curves = []
+    for engine in ("deepspeed", "megatron"):
+        into = tmp_path / engine
+        run([*torchrun(2), *arguments(engine, tokens, into, *ramp, "training.iterations=6", "evaluation.every=0")])
+        curves.append(losses(into))
+        assert [record["global_batch"] for record in records(into) if "loss" in record] == [8, 8, 16, 16, 24, 24]
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="a case of tests/distributed has it for DeepSpeed")
+def test_a_run_resumed_with_changes_is_the_same_in_both_engines(tokens, tmp_path):
+    curves = []
+    changes = ["training.iterations=9", "optimizer.lr=0.01", "optimizer.weight_decay=5.0", "schedule.kind=constant"]
+    for engine in ("deepspeed", "megatron"):
+        into = tmp_path / engine
+        command = [
+            *torchrun(1),
+            *arguments(engine, tokens, into, *SMALL, "training.iterations=6", "evaluation.every=0"),
+        ]
+        run(command)
+        said = run([*command, "--resume-with", *changes])
+        assert "step 6: optimizer.weight_decay was 0.0001, is 5.0, from here on" in said
+        assert [json.loads(line)["step"] for line in (into / "history.jsonl").read_text().splitlines()] == [6]
+        curves.append(losses(into))
+        assert [record["lr"] for record in records(into) if "loss" in record][6:] == [0.01] * 3
+    assert curves[0].keys() == set(range(1, 10))
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EXHAUSTIVE, reason="six runs; tests/unit/test_sweep.py has the search and the processes")
+def test_a_sweep_finds_rates_that_do_not_diverge_and_goes_on_where_it_was(tokens, tmp_path):
+    into = tmp_path / "swept"
+    command = [sys.executable, "-m", "alto_distributed", "sweep", "--config", "configs/gpt2-tiny.yaml"]
+    command += ["--into", str(into), "--optimizers", "adamw", "adamw:lr=1e18", "--budget", "6", "--rungs", "1"]
+    command += ["--seeds", "1", f"data.directory={tokens}", *SETTINGS, *SMALL, "training.iterations=6"]
+    said = run(command, timeout=900)
+    rows = [[cell.strip() for cell in line.split("|")] for line in said.splitlines() if line.startswith("| adamw")]
+    assert [row[1] for row in rows] == ["adamw", "adamw:lr=1e18"]
+    assert float(rows[0][4]) < 6.8  # from 6.93
+    assert rows[1][4] == "diverged"
+    assert (into / "sweep.png").stat().st_size > 10_000
+    assert len(list(into.glob("adamw/lr-*/trial.json"))) == 4
+    assert len(list(into.glob("adamw/lr-*/checkpoints"))) == 1  # of the run at the best rate
+    assert "seed 1234: " not in run(command)  # nothing runs again

@@ -101,5 +101,6 @@ def test_the_run_command_needs_no_tools_for_tests():
 
 def test_testing_installs_every_extra():
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    extras = [extra for extra in extras if extra != "docs"]  # scripts/docs.sh has an environment of its own
+    # scripts/docs.sh has an environment of its own. Loggers are large, and their tests skip without them.
+    extras = [extra for extra in extras if extra not in ("docs", "loggers")]
     assert set(required(extras)) == set(required(["dev"]))

@@ -50,3 +50,11 @@ def test_a_program_ends_in_order_and_with_0(held, said):
     command = [sys.executable, "-c", PROGRAM.replace("HELD", held)]
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
+def test_a_rank_that_lost_the_others_ends_in_order_and_with_its_code():
+    """Groups are alive then, and the interpreter's own end was a SIGABRT once in a while."""
+    program = PROGRAM.replace("HELD", "[(dist.group.WORLD,)]").replace("leave", "end").replace("end()", "end(3)")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "thread\nexit handler\n"), done.stderr

@@ -62,15 +62,16 @@ def some(table=None, **more):
     return each(table, **more)
 
 
-def after(case, *settings, world=None):
+def after(case, *settings, world=None, of=None):
     """Mark a case that uses the files of another one, which is then run before it, at whatever was selected.
 
     Args:
         case: the other one; MODULE.CASE if it is in another module.
         *settings: which of its settings; without any, the same as this one's if it has it, else all.
         world: at which world size; without it, at the same one.
+        of: this case's settings are tuples, and the other one's setting stands at this place in them.
     """
-    del case, settings, world  # read from the source
+    del case, settings, world, of  # read from the source
     return lambda case: case
 
 
@@ -107,6 +108,7 @@ class Need:
     function: str
     settings: tuple[str, ...]
     world: int | None
+    theirs: tuple[tuple[str, str], ...] = ()  # a setting of the one that needs, and what it needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,8 @@ class Case:
             modules = self.launch.modules if need.module in self.launch.modules.split(",") else need.module
             launch = dataclasses.replace(self.launch, modules=modules, world=need.world or self.launch.world)
             there = [case for case in launch.cases().values() if case.function == need.function]
-            wanted = need.settings or ([self.setting] if self.setting in [c.setting for c in there] else ())
+            wanted = need.settings or [other for mine, other in need.theirs if mine == self.setting]
+            wanted = wanted or ([self.setting] if self.setting in [c.setting for c in there] else ())
             found = [case for case in there if not wanted or case.setting in wanted]
             if not found or len(found) < len(wanted):
                 raise ValueError(f"{self.id} needs {need}, of which there is not all at {launch.world} ranks")
@@ -213,7 +216,7 @@ def functions_in(module):
         settings = (None,)
         for mark in (*marks.get("each", ()), *marks.get("some", ())):
             settings = tuple(", ".join(labels) for labels in itertools.product(*_axes(module, mark)))
-        needs = tuple(_need(module, mark) for mark in marks.get("after", ()))
+        needs = tuple(_need(module, mark, marks) for mark in marks.get("after", ()))
         found.append((node.name, sizes, settings, "some" in marks, needs))
     return found
 
@@ -232,11 +235,18 @@ def _labels(module, node, name=None):
     if isinstance(node, ast.Name):
         return _labels(*_assigned(module, node.id), name)
     if isinstance(node, ast.Dict):
-        labels = []
-        for key, value in zip(node.keys, node.values, strict=True):
-            labels += [ast.literal_eval(key)] if key else _labels(module, value)
-        return list(dict.fromkeys(labels))
+        return list(_entries(module, node))
     return [_label(name, value) for value in ast.literal_eval(node)]
+
+
+def _entries(module, node):
+    """The keys of a dict with the expressions of their values."""
+    if isinstance(node, ast.Name):
+        return _entries(*_assigned(module, node.id))
+    entries = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        entries.update({ast.literal_eval(key): value} if key else _entries(module, value))
+    return entries
 
 
 def _assigned(module, name):
@@ -251,8 +261,14 @@ def _assigned(module, name):
     raise ValueError(f"{module}.py: the settings {name} cannot be read from the source")
 
 
-def _need(module, mark):
+def _need(module, mark, marks):
     case, *settings = (ast.literal_eval(argument) for argument in mark.args)
-    world = {keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords}.get("world")
+    keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords}
     home, _, function = case.rpartition(".")
-    return Need(home or module, function, tuple(settings), world)
+    theirs = {}
+    if "of" in keywords:
+        (table,) = marks.get("each", ()) or marks["some"]
+        for source in (*table.args, *(keyword.value for keyword in table.keywords)):
+            entries = _entries(module, source).items()
+            theirs |= {label: ast.literal_eval(value.elts[keywords["of"]]) for label, value in entries}
+    return Need(home or module, function, tuple(settings), keywords.get("world"), tuple(theirs.items()))

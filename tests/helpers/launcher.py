@@ -14,6 +14,7 @@ whole programs. Modules that are named together share the ranks. CASE is the id 
 """
 
 import contextlib
+import gc
 import importlib
 import inspect
 import json
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from pathlib import Path
 
 from .cases import CASES, EXHAUSTIVE, REPO, Launch, functions_in, with_all_before
@@ -42,8 +44,11 @@ def environment(device=None, **more):
         # DeepSpeed compiles its shared-memory collectives on first use, with the ninja beside our python.
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(REPO / ".cache" / "torch_extensions")),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        # ALTO_OVERLAY: a folder with another release of a framework (scripts/matrix.py).
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("ALTO_OVERLAY"), str(REPO)])),
+        # ALTO_OVERLAY: a folder with another release of a framework (scripts/matrix.py). ALTO_MEGATRON_LM: a tree of
+        # Megatron-LM, whose megatron/ comes before the installed one; it has a tests/ too, which comes after ours.
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [os.environ.get("ALTO_OVERLAY"), str(REPO), os.environ.get("ALTO_MEGATRON_LM")])
+        ),
         **more,
     }
 
@@ -135,6 +140,8 @@ def _verdict(case, outcomes, log):
 
 
 def _notes(directory, module, world, rank):
+    if len(module) > 100:  # a file's name has at most 255 characters
+        module = f"{module[:100]}.{zlib.crc32(module.encode()):08x}"
     return Path(directory) / f"{module}.{world}.{rank}.jsonl"
 
 
@@ -169,6 +176,7 @@ def _main(modules, world, directory, words):
         start = _spawn  # CUDA does not live through a fork, and importing a framework may touch it
     else:
         _import(modules, world, words)
+        gc.freeze()  # frameworks collect garbage at every save, and would walk all that was imported each time
     meeting = socket.create_server(("127.0.0.1", 0))  # before the fork, so that ranks know where; the store comes after
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.getsockname()[1])}
     where.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -219,6 +227,7 @@ def _import(modules, world, words):
     from . import devices, releases
 
     devices.install(modules)
+    importlib.import_module("torch._dynamo")  # building any optimizer would, on each rank
     for module in dict.fromkeys(case.module for case in _chosen(modules, world, words)):
         functions = vars(importlib.import_module(f"{CASES}.{module}"))
         for name, _, settings, *_ in functions_in(module):

@@ -69,6 +69,7 @@ class Job:
     weight_decay: float = WEIGHT_DECAY
     steps: int = 10
     gated: bool = False  # SwiGLU
+    modern_router: bool = False  # sigmoid scores in float32, a bias of each expert, and an expert that all tokens share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +138,14 @@ class ContextParallelAttention(DotProductAttention):
         return super().forward(query, key, value, attention_mask, *args, **kwargs)
 
 
+MODERN_ROUTER = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": HIDDEN,
+}
+
+
 def transformer_config(job, layout):
     return TransformerConfig(
         num_layers=job.layers,
@@ -156,6 +165,7 @@ def transformer_config(job, layout):
         # Room for all tokens in every expert: gloo gathers only pieces of one size over the experts' tensor ranks.
         moe_expert_capacity_factor=job.experts / 2 if (layout.expert_tensor or 1) > 1 else None,
         moe_pad_expert_input_to_capacity=(layout.expert_tensor or 1) > 1,
+        **(MODERN_ROUTER if job.modern_router else {}),
         gated_linear_unit=job.gated,
         activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
         add_bias_linear=not job.experts,  # a bias of an expert stops Megatron's own forward pass
@@ -543,13 +553,15 @@ class Megatron:
                     out[names[p]] = value_of(wrapper.optimizer, getattr(p, "main_param", p)).detach().clone()
                 continue
             held = {p: (start, master) for p, start, master in self.shards(wrapper)}
-            for p in [p for buffer in wrapper.buffers for p in buffer.param_index_map]:
-                flat = torch.zeros(p.numel(), device=p.device)
-                if p in held:
-                    start, master = held[p]
-                    flat[start : start + master.numel()] = value_of(wrapper.optimizer, master).detach().view(-1)
-                dist.all_reduce(flat, group=wrapper.data_parallel_group)
-                out[names[p]] = flat.view(p.shape)
+            params = [p for buffer in wrapper.buffers for p in buffer.param_index_map]
+            # One buffer for all of them, and one collective.
+            flat = torch.zeros(sum(p.numel() for p in params), device=devices.here())
+            parts = dict(zip(params, flat.split([p.numel() for p in params]), strict=True))
+            for p, (start, master) in held.items():
+                value = value_of(wrapper.optimizer, master).detach().view(-1)
+                parts[p][start : start + master.numel()] = value
+            dist.all_reduce(flat, group=wrapper.data_parallel_group)
+            out.update({names[p]: part.view(p.shape).clone() for p, part in parts.items()})
         return out
 
 

@@ -21,6 +21,7 @@ SETTINGS = [
     "logs.every=1",
     "logs.tensorboard=false",
     "logs.diagnostics_every=12",
+    "logs.report=false",
     "megatron.overlap=true",
 ]
 ENTRIES = {"deepspeed": ["-m", "alto_distributed"], "megatron": [str(REPO / "scripts" / "megatron_on_cpu.py")]}
@@ -34,6 +35,16 @@ def prepare_tokens(folder):
     command = [sys.executable, "-m", "alto_distributed", "prepare", str(text), "--output", str(folder / "tokens")]
     run([*command, "--vocabulary", "512", "--split", "0.7,0.2,0.1", "--quiet"])
     return folder / "tokens"
+
+
+def prepare_bytes(folder):
+    """A few hundred kB of text, a token a byte: enough for a sequence of 1024 on eight ranks."""
+    from alto_distributed.pretrain.data.prepare import prepare
+
+    text = folder / "numbers.jsonl"
+    text.write_text("".join(json.dumps({"text": f"{number:x} " * 1000}) + "\n" for number in range(40)))
+    prepare(folder / "bytes", [text], kind="bytes", split=("0.5", "0.5", "0"))
+    return folder / "bytes"
 
 
 def arguments(engine, data, into, *overrides):

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 #: Calls whose argument is a name: of ours and of Python.
-_BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "option", "wrap_method")
+_BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "option", "wrap_method", "_group")
 
 
-def names_touched(folder, framework, objects, own=()):
+def names_touched(folder, framework, objects, own=(), keys=False):
     """The names in the modules of a folder.
 
     Args:
@@ -20,6 +20,7 @@ def names_touched(folder, framework, objects, own=()):
         framework: the package whose imports count.
         objects: variables that hold the framework's objects.
         own: names that are not the framework's: of torch, of Python and of this package.
+        keys: also the keys that are read from or written to dicts, whosever these are.
     """
     found = set()
     for path in sorted(Path(folder).glob("**/*.py")):
@@ -46,7 +47,19 @@ def names_touched(folder, framework, objects, own=()):
                     if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
                 }
                 found -= set(constants.values())  # marks of our own, which have names
+            if keys:
+                found |= _keys(node)
     return {name for name in found if re.fullmatch(r"\w+", name)} - set(own)
+
+
+def _keys(node):
+    """Of ``x["key"]`` and ``x.get("key")``."""
+    words = []
+    if isinstance(node, ast.Subscript):
+        words = [node.slice]
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("get", "pop", "setdefault"):
+        words = node.args[:1]
+    return {word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)}
 
 
 def _root(node):

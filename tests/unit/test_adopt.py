@@ -8,7 +8,7 @@ import torch
 from pytorch_optimizer import Lamb
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from alto_distributed import ALTO, LAMB, E, adopt, param_groups
 
@@ -119,6 +119,23 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path, key, reader):
             assert int(new.state[p]["step"]) == 3
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["groups", "flattened"])
+def test_a_folder_of_a_lamb_that_counts_steps_in_its_groups(tmp_path, flat):
+    """There is no ``step`` beside the moments; the folder was refused."""
+    model = network()
+    old = Lamb([{"params": list(model.parameters())[:3]}, {"params": list(model.parameters())[3:]}])
+    train(model, old)
+    old.param_groups[1]["step"] = torch.tensor(7)  # timm's is a tensor
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    content = get_optimizer_state_dict(model, old, options=options)
+    save({"optim": content}, checkpoint_id=str(tmp_path / "saved"))
+    new = LAMB(param_groups(model))
+    adopt(new, tmp_path / "saved", model)
+    assert [int(new.state[p]["step"]) for p in model.parameters()] == [3] * 3 + [7] * 3
+    for p in model.parameters():
+        assert torch.equal(new.state[p]["exp_avg"], old.state[p]["exp_avg"])
+
+
 def test_refusals(tmp_path):
     model = network()
     old = torch.optim.AdamW(model.parameters())
@@ -156,6 +173,12 @@ def test_refusals(tmp_path):
     train(model, ours)
     with pytest.raises(ValueError, match="saved by ALTO and has 'grad_ema'.*load it with load_state_dict"):
         adopt(ALTO(param_groups(model)), ours.state_dict(), model)
+    adapted = E(torch.optim.AdamW(model.parameters()))
+    train(model, adapted)
+    for target in (ALTO(param_groups(model)), E(torch.optim.AdamW(model.parameters()))):
+        with pytest.raises(ValueError, match="saved by E and has 'grad_ema'.*delete that state to have it so"):
+            adopt(target, adapted.state_dict(), model)
+    adopt(torch.optim.AdamW(model.parameters()), adapted.state_dict(), model)  # which has no such state
     save({"optim": {}}, checkpoint_id=str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="at 0 places"):
         adopt(ours, tmp_path / "empty", model)

@@ -17,12 +17,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alto_distributed.pretrain.data import Samples, command, files, indexed, samples, sources, splits, tokenizer
+from alto_distributed.pretrain.data import (
+    Samples,
+    command,
+    cuts,
+    files,
+    indexed,
+    samples,
+    sources,
+    splits,
+    token_shards,
+    tokenizer,
+)
 from alto_distributed.pretrain.data import prepare as preparing
-from alto_distributed.pretrain.data import token_shards as parts
+from alto_distributed.pretrain.data.cuts import ByteRange
 from alto_distributed.pretrain.data.permutation import Permutation
 from alto_distributed.pretrain.data.prepare import prepare
-from alto_distributed.pretrain.data.sources import Bad, ByteRange, Lines, Source
+from alto_distributed.pretrain.data.sources import Bad, Lines, Source
 from tests.helpers.launcher import REPO
 
 HALVES = ("1/2", "1/4", "1/4")
@@ -210,7 +221,7 @@ def test_documents_and_line_numbers_do_not_depend_on_where_a_file_is_cut(tmp_pat
     for number, source in enumerate(found):
         whole[number] = list(sources.read(source, ByteRange(number, 0, source.size), Lines()))
     before = [0, 0]
-    for chunk in sources.chunks(found, size):
+    for chunk in cuts.chunks(found, size):
         for span in chunk:
             lines_read = Lines()
             for got in sources.read(found[span.source], span, lines_read):
@@ -264,6 +275,7 @@ REFUSALS = {
     "are not a BPE's vocabulary and merges": lambda d: {"kind": bad_tokenizer(d / "b", "[")},
     "vocabulary=256 must lie between 257": lambda d: {"kind": "bpe", "vocabulary": 256},
     "sum to 0.99 and should sum to 1": lambda d: {"split": ("0.97", "0.01", "0.01")},
+    "a share above 1": lambda d: {"split": ("0.5", "0.5", "1e400")},  # was an OverflowError
     "should be three shares": lambda d: {"split": ("1", "0")},
     "should be three shares for": lambda d: {"split": ("1.5", "-0.5", "0")},
     "leaves nothing for training": lambda d: {"split": (0, 0.5, 0.5)},
@@ -366,7 +378,7 @@ def killed(output, corpus, *, part=None, rename=None):
     """Start in another process, which kills itself after so many parts or so many files in their place."""
     if (child := os.fork()) == 0:
         try:
-            for module, name, limit in ((parts, "_make", part), (preparing.workspace, "publish", rename)):
+            for module, name, limit in ((token_shards, "_make", part), (preparing.output_dir, "publish", rename)):
                 if limit is not None:
                     kill_in(module, name, limit)
             prepare(output, [corpus], kind="bytes", split=HALVES, chunk_bytes=700)
@@ -401,8 +413,32 @@ def test_a_killed_run_is_not_complete_and_goes_on_where_it_was(corpus, prepared,
     killed(tmp_path, corpus, rename=3)
     assert (tmp_path / "train.bin").exists()
     assert not (tmp_path / files.MANIFEST).exists()
-    monkeypatch.setattr(parts, "_make", lambda *_: pytest.fail("a part was made twice"))
+    monkeypatch.setattr(token_shards, "_make", lambda *_: pytest.fail("a part was made twice"))
     prepare(tmp_path, [corpus], kind="bytes", split=HALVES, chunk_bytes=700)
+    assert contents(tmp_path) == contents(prepared)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\x05\x06" + b"\0" * 18, b"no archive"], ids=["empty", "no arrays", "text"]
+)
+def test_a_damaged_part_of_an_interrupted_run_is_named(content, corpus, prepared, tmp_path):
+    """It was a traceback of zipfile."""
+    killed(tmp_path, corpus, part=5)
+    damaged = tmp_path / files.UNFINISHED / "part-0000002.npz"
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=r"part-0000002.npz is damaged .* remove it and run the same command again"):
+        prepare(tmp_path, [corpus], kind="bytes", split=HALVES, chunk_bytes=700)
+    damaged.unlink()
+    prepare(tmp_path, [corpus], kind="bytes", split=HALVES, chunk_bytes=700)
+    assert contents(tmp_path) == contents(prepared)
+
+
+def test_a_damaged_request_of_an_interrupted_run_is_refused(corpus, prepared, tmp_path):
+    killed(tmp_path, corpus, part=5)
+    (tmp_path / files.UNFINISHED / "request.json").write_text("{")
+    with pytest.raises(ValueError, match="holds an interrupted preparation of other input"):
+        prepare(tmp_path, [corpus], kind="bytes", split=HALVES, chunk_bytes=700)
+    prepare(tmp_path, [corpus], kind="bytes", split=HALVES, chunk_bytes=700, force=True)
     assert contents(tmp_path) == contents(prepared)
 
 
@@ -415,14 +451,14 @@ def test_parts_of_other_input_are_not_used_even_when_forced(corpus, texts, tmp_p
 
 KILLED_WITH_WORKERS = """
 import multiprocessing, os, signal, sys
-from alto_distributed.pretrain.data import prepare, token_shards as parts
-make = parts.make
+from alto_distributed.pretrain.data import prepare, token_shards
+make = token_shards.make
 def make_one(work, workers):
     for number in make(work, workers):
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 if __name__ == "__main__":
-    parts.make = make_one
+    token_shards.make = make_one
     prepare.prepare(sys.argv[1], [sys.argv[2]], kind="bytes", split=("1/2", "1/4", "1/4"), chunk_bytes=700, workers=2)
 """
 
@@ -458,7 +494,7 @@ def test_a_prepared_directory_is_kept_unless_forced(corpus, tmp_path, monkeypatc
     assert not prepare(tmp_path, [corpus], **options).was_there
     first = contents(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(preparing.workspace, "unfinished", lambda *_: pytest.fail("prepared again"))
+        patch.setattr(preparing.output_dir, "unfinished", lambda *_: pytest.fail("prepared again"))
         assert prepare(tmp_path, [corpus], **options, workers=2, chunk_bytes=99).was_there
         with pytest.raises(ValueError, match="prepared otherwise: seed is 1234 there and 7 now.*--force"):
             prepare(tmp_path, [corpus], **options, seed=7)
@@ -479,7 +515,7 @@ def json_text(line):
 
 def test_only_one_process_writes_to_a_directory(corpus, tmp_path):
     with (
-        preparing.workspace.unfinished(tmp_path, {}, False),
+        preparing.output_dir.unfinished(tmp_path, {}, False),
         pytest.raises(ValueError, match="another process is preparing"),
     ):
         prepare(tmp_path, [corpus], kind="bytes", split=HALVES)

@@ -3,8 +3,10 @@
 import inspect
 
 import pytest
+import torch
+from torch import nn
 
-from alto_distributed import ALTO, E, param_groups, recipe
+from alto_distributed import ALTO, LAMB, E, param_groups, recipe
 from alto_distributed.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from alto_distributed.kernels import check_kernel
 
@@ -47,6 +49,11 @@ def test_megatron():
     from alto_distributed.megatron.config import AltoOptimizerConfig, check
 
     assert check(AltoOptimizerConfig()) == DEFAULTS
+    lambs = check(AltoOptimizerConfig(optimizer="lamb", lr=1e-3, weight_decay=0.01)).as_group()
+    (group,) = LAMB([nn.Parameter(torch.ones(2, 2))]).param_groups
+    assert {name: group[name] for name in lambs} == lambs
+    given = check(AltoOptimizerConfig(optimizer="lamb", alto_betas=(0.99, 0.9, 0.99), alto_eps=(1e-6, 1e-6, 0.0)))
+    assert (given.betas, given.eps) == ((0.99, 0.9, 0.99), (1e-6, 1e-6, 0.0))
     ours = {name: default for name, default in of_signature(ALTO).items() if name not in HYPERPARAMETER_NAMES}
     for name in ("kernel", "diagnostics_every", "skip_nonfinite"):
         assert getattr(AltoOptimizerConfig, f"alto_{name}") == ours[name]

@@ -89,6 +89,18 @@ def test_every_page_is_in_the_navigation():
     assert [page for page in pages if f": {page}\n" not in navigation] == []
 
 
+def test_every_page_is_in_the_index_or_in_the_results():
+    """Three were found in the navigation alone."""
+    docs = REPO / "docs"
+    listed = {
+        link.partition("#")[0]
+        for page in ("index", "results")
+        for link in LINK.findall((docs / f"{page}.md").read_text())
+    }
+    pages = {str(page.relative_to(docs)) for page in PAGES if page.is_relative_to(docs)} - {"index.md"}
+    assert pages - listed == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_tests_that_a_page_names_exist(page):
     """Files of tests were renamed, and pages went on naming the old ones."""

@@ -2,11 +2,14 @@
 
 import copy
 import json
+import pickle
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 
 pytest.importorskip("deepspeed")
@@ -16,12 +19,12 @@ from alto_distributed import ALTO
 from alto_distributed.pretrain import metrics as logs
 from alto_distributed.pretrain import optimizers, report
 from alto_distributed.pretrain.checkpoint import manager as checkpoints
-from alto_distributed.pretrain.checkpoint import manifest
+from alto_distributed.pretrain.checkpoint import manifest, safe_load
 from alto_distributed.pretrain.cli import plan
 from alto_distributed.pretrain.config import settings as config
 from alto_distributed.pretrain.data import Samples, files
 from alto_distributed.pretrain.engines.deepspeed.config import deepspeed_config, refuse_what_deepspeed_refuses
-from tests.helpers.fuzz import CONTENTS, encoded, trained
+from tests.helpers.fuzz import CONTENTS, documented, encoded, trained
 from tests.helpers.launcher import REPO
 
 TINY = REPO / "configs/gpt2-tiny.yaml"
@@ -90,7 +93,7 @@ def test_an_option_whose_name_has_two_lines_is_named_in_one(tmp_path):
 
 @pytest.mark.parametrize("world", [0, -2, 10**30])
 def test_a_plan_for_no_ranks_was_a_division_by_zero(world):
-    with pytest.raises(ValueError, match=f"--world {world}: there must be a rank"):
+    with pytest.raises(ValueError, match=f"--world {world}: it must be between 1 and"):
         plan(config.load(TINY), world, TINY)
 
 
@@ -188,11 +191,20 @@ def test_a_manifest_with_a_checksum_that_fits(change, message, checkpoint):
     assert set(manifest.read(directory).files) == set(CONTENTS)
 
 
+def test_a_directory_that_is_given_in_a_roundabout_way(tmp_path):
+    """``--into a/../b``: no checkpoint could be saved. Engines name their files by either way."""
+    (tmp_path / "a").mkdir()
+    roundabout = tmp_path / "a" / ".." / "b"
+    for path in (tmp_path / "b" / "x.pt", roundabout / "x.pt"):
+        assert checkpoints._inside(roundabout, {path: None}) == {"x.pt": None}
+        assert checkpoints._inside(tmp_path / "b", {path: None}) == {"x.pt": None}
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", '{"settings": 3}', "{"])
 def test_settings_in_a_checkpoint_that_are_none(text, tmp_path):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match="run.json"):
-        checkpoints._about(tmp_path / "run.json")
+        checkpoints.about(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["5", "[]", '{"loss": 1.0}', '{"step": "1"}', '{"step": 1, "loss": "low"}', "\x80"])
@@ -203,6 +215,22 @@ def test_a_record_that_is_none(line, tmp_path):
         report.summary(tmp_path)
     (tmp_path / logs.RECORDS).write_text(f"{good}{line}\n", encoding="latin-1")  # the last may have been cut off
     assert report.summary(tmp_path)["steps"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        '{"step": 1, "loss": 1e308}\n{"step": 2, "loss": -1e308}\n',
+        '{"step": 1, "loss": 1e999}\n{"step": 2, "loss": NaN}\n',
+        f'{{"step": {10**300}, "loss": {10**307}}}\n',
+        f'{{"step": 1, "loss": {10**400}}}\n{{"step": 2, "loss": 2.0}}\n',
+    ],
+    ids=["whole range", "not finite", "large whole numbers", "larger than any float"],
+)
+def test_figures_of_any_numbers(lines, tmp_path):
+    (tmp_path / logs.RECORDS).write_text(lines)
+    documented(lambda: report.write([tmp_path], tmp_path))
 
 
 def test_a_record_without_its_perplexity_was_a_key_error(tmp_path):
@@ -325,6 +353,36 @@ def test_a_group_that_was_gathered_with_nonsense():
 def test_what_is_no_state_dict(saved):
     with pytest.raises(ValueError, match="this is not an optimizer's state_dict"):
         trained().load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        *(b"r" + (1_298_491_233).to_bytes(4, "little"), b"p1298491233\n"),  # places among what was read before
+        *(b"\x96" + (1 << 33).to_bytes(8, "little"), b"\x8e" + (1 << 33).to_bytes(8, "little")),  # lengths
+    ],
+)
+def test_an_index_that_asks_for_all_memory(bomb, tmp_path):
+    """Found by scripts/fuzz.py: Python's unpickler made room for 1.3e9 values, of which the file had none."""
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps({"x": 1}, protocol=4)[:-1] + bomb + b".")
+    tracemalloc.start()
+    try:
+        assert safe_load._problem(path).startswith(".metadata (")
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of one process
+def test_an_index_that_torch_could_not_read(tmp_path):
+    """Found by scripts/fuzz.py: a frame beyond the end of the file is one to Python's unpickler in C alone."""
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path)
+    path = tmp_path / ".metadata"
+    content = path.read_bytes()
+    assert content[2:3] == pickle.FRAME
+    path.write_bytes(content[:3] + (1 << 20).to_bytes(8, "little") + content[11:])
+    assert safe_load._problem(path) == ".metadata (UnpicklingError: pickle data was truncated)"
 
 
 def test_yaml_is_never_the_loader_that_builds_objects(tmp_path):

@@ -17,6 +17,7 @@ from alto_distributed.pretrain.config import settings as config
 from alto_distributed.pretrain.engines.deepspeed.config import deepspeed_config, refuse_what_deepspeed_refuses
 from tests.helpers.fuzz import cases, damaged, documented, json_values, message_of, mutated, words, yaml_values
 from tests.helpers.launcher import REPO
+from tests.helpers.pretrain_runs import prepare_bytes
 
 TINY = REPO / "configs/gpt2-tiny.yaml"
 WHOLE = config.load(TINY).as_dict()
@@ -127,13 +128,19 @@ names = st.one_of(
 overrides = st.one_of(st.builds("{}={}".format, names, yaml_texts), words)
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepare_bytes(tmp_path_factory.mktemp("data"))
+
+
 @cases(400)
 @given(
     overrides=st.lists(overrides, max_size=3), world=st.sampled_from(["1", "2", "0", "-3", "x", str(10**30), "1e3", ""])
 )
-def test_a_command_line_of_any_words(overrides, world):
-    """It ends with 0, or with a message of one line, or with argparse's 2 and its usage."""
+def test_a_command_line_of_any_words(data, overrides, world):
+    """It ends with 0, or with a message of one line: 2, or 1 where this machine is too small."""
     said, end = io.StringIO(), None
+    overrides = [f"data.directory={data}", *overrides]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             main(["pretrain", "--config", str(TINY), "--dry-run", "--world", world, *overrides])
@@ -141,10 +148,14 @@ def test_a_command_line_of_any_words(overrides, world):
             end = ended
     if end is None:
         assert "data-parallel" in said.getvalue()
-    elif end.code in (0, 2):
+    elif end.code == 0:
         assert "usage:" in said.getvalue()
     else:
-        assert end.code == f"alto_distributed pretrain: {message_of(end.__cause__)}"
+        assert end.code == (1 if "this machine has not enough" in str(end) else 2)
+        assert said.getvalue().endswith(f"{end}\n")
+        assert len(str(end).splitlines()) == 1
+        if end.__cause__ is not None:
+            assert str(end) == f"alto_distributed pretrain: {message_of(end.__cause__)}"
 
 
 #: Sections of a DeepSpeed JSON that DeepSpeed reads; they may hold anything.

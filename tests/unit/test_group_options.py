@@ -8,7 +8,7 @@ from deepspeed.runtime.lr_schedules import OneCycle
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
-from alto_distributed import ALTO, hyperparameters
+from alto_distributed import ALTO, LAMB, hyperparameters
 
 
 def weight(*shape):
@@ -70,11 +70,42 @@ def test_other_names_and_slips_are_refused_with_the_right_one(key, hint):
             build()
 
 
-@pytest.mark.parametrize("name", ["differentiable", "amsgrad", "nesterov"])
-def test_options_of_torch_that_would_lie_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name}=True is not possible with ALTO: "):
-        ALTO([{"params": [weight()], name: True}])
-    ALTO([{"params": [weight()], name: False}]).step()
+#: Options of other optimizers: what is so anyway, what is not, and the advice.
+OF_OTHERS = {
+    "differentiable": (False, True, "autograd"),
+    "amsgrad": (False, True, "largest second moment"),
+    "nesterov": (None, True, "alpha does that"),
+    "decoupled_weight_decay": (True, False, "into the moments"),
+    "max_grad_norm": (0.0, 1.0, "clip_grad_norm_ before step"),
+    "pre_norm": (False, True, "clip_grad_norm_ before step"),
+    "use_nvlamb": (False, True, 'write "decayed": True'),
+    "always_adapt": (False, 1, 'write "decayed": True'),
+    "adam_w_mode": (1, 0, "into the moments"),
+    "grad_averaging": (True, False, "is an average"),
+    "eps_inside_sqrt": (False, True, "eps=sqrt"),
+    "decoupled_decay": (False, True, "inside the layer-wise ratio"),
+    "corrected_weight_decay": (False, True, "inside the layer-wise ratio"),
+    "weight_decouple": (False, True, "inside the layer-wise ratio"),
+    "fixed_decay": (False, True, "inside the layer-wise ratio"),
+    "caution": (False, "yes", "no such variant"),
+    "rectify": (False, True, "no such variant"),
+    "adanorm": (False, torch.ones(2), "no such variant"),
+    "adam": (False, True, 'layerwise="none"'),
+}
+
+
+@pytest.mark.parametrize("cls", [ALTO, LAMB])
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_options_of_others_that_would_lie_are_refused(cls, name):
+    """In groups, where other packages' LAMBs keep them, they passed without effect."""
+    harmless, lie, advice = OF_OTHERS[name]
+    for build in (
+        lambda value: cls([{"params": [weight()], name: value}]),
+        lambda value: cls([weight()], **{name: value}),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}=.* is not possible with ALTO: .*{advice}.*Leave '{name}' out"):
+            build(lie)
+        build(harmless).step()
 
 
 def test_options_of_torch_without_meaning_change_nothing():
@@ -174,12 +205,38 @@ def test_a_group_with_another_beta1_keeps_it_under_a_scheduler():
         optimizer.step()
 
 
+@pytest.mark.parametrize("when", ["at once", "after a step", "after a checkpoint"])
+def test_betas_written_under_such_a_scheduler_are_not_misread(when):
+    """betas=(0.99, 0.5, 0.95) became (0.99, 0.99, 0.95) without a word: betas[0] is the first moment's there."""
+    optimizer = ALTO([weight()])
+    if when != "at once":
+        optimizer.param_groups[0]["betas"] = (0.99, 0.7, 0.99)
+        optimizer.step()
+        optimizer.param_groups[0]["betas"] = (0.99, 0.9, 0.99)
+        optimizer.step()
+    OneCycleLR(optimizer, 0.1, total_steps=10)
+    if when == "after a checkpoint":
+        saved, optimizer = optimizer.state_dict(), ALTO([weight()], betas=(0.99, 0.5, 0.95))
+        optimizer.load_state_dict(saved)
+    group = optimizer.param_groups[0]
+    group["betas"] = (0.8, 0.9, 0.95)  # the first moment's, and the second's
+    optimizer.step()
+    assert optimizer._checked(group).betas == (0.99, 0.8, 0.95)
+    group["betas"] = (0.99, 0.5, 0.95)
+    for do in (optimizer.step, optimizer.describe):
+        with pytest.raises(ValueError, match=r"betas\[1\] was changed from 0.9 although a scheduler cycles momentum"):
+            do()
+    del group["base_momentum"]
+    optimizer.step()
+    assert optimizer._checked(group).betas == (0.99, 0.5, 0.95)
+
+
 def test_a_checkpoint_of_0_1_gets_what_came_later():
     p = weight()
     optimizer = ALTO([p], lr=0.1)
     optimizer.step()
     old = optimizer.state_dict()
-    for key in ("trust_clip", "maximize", "vector_lr", "alto_beta1"):
+    for key in ("trust_clip", "maximize", "vector_lr", "alto_beta1", "alto_beta2"):
         del old["param_groups"][0][key]
     old["param_groups"][0]["kernel"] = "reference"  # was let pass, and ignored
     fresh = ALTO([p])

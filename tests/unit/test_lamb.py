@@ -171,6 +171,33 @@ def test_it_is_alto_with_alpha_0_and_loads_its_checkpoints():
     assert (optimizer.param_groups[-1]["betas"], optimizer.param_groups[-1]["eps"]) == ((0.99, 0.8, 0.9), (1e-8, 0, 0))
 
 
+def test_groups_stay_lambs_in_mid_run():
+    """alpha=-5 made a grad_ema, and eps=1e-3 brought back ALTO's eps2 and eps3."""
+    p = nn.Parameter(torch.ones(2, 2))
+    p.grad = torch.ones(2, 2)
+    optimizer = LAMB([p])
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    group["eps"] = 1e-3
+    optimizer.step()
+    assert group["eps"] == (1e-3, 0.0, 0.0)
+    for name, value, message in (("alpha", -5.0, "alpha=-5.0 is not LAMB's"), ("layerwise", "all", "layerwise='all'")):
+        saved, kept = optimizer.state_dict(), group[name]
+        group[name] = value
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        group[name] = kept
+        saved["param_groups"][0][name] = value
+        if name == "layerwise":
+            with pytest.raises(ValueError, match=message):
+                optimizer.load_state_dict(saved)
+    assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+    alto = ALTO([p])
+    alto.step()
+    with pytest.raises(ValueError, match="alpha=-5.0 is not LAMB's"):
+        optimizer.load_state_dict(alto.state_dict())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

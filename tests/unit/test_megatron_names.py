@@ -1,7 +1,9 @@
 """docs/megatron-names.md lists every name of Megatron's own that the plugin reads, calls, overrides or wraps.
 
-A name is found in the syntax of both: used in alto_distributed/megatron, and defined in the installed megatron-core.
-Those that Python or torch have too, and those of this package, are no dependence on Megatron.
+Names are found in two ways. By the syntax of both: used in alto_distributed/megatron, and defined in the installed
+megatron-core. And by the syntax of the plugin alone: imported from Megatron, or read from variables that hold its
+objects, such as the arguments of its command line, which megatron-core does not define. Those that Python or torch have
+too, and those of this package, are no dependence on Megatron.
 """
 
 import argparse
@@ -17,6 +19,8 @@ import pytest
 import torch
 from torch import distributed
 
+from tests.helpers.private_names import names_touched
+
 REPO = Path(__file__).parents[2]
 PLUGIN = REPO / "alto_distributed" / "megatron"
 PAGE = REPO / "docs" / "megatron-names.md"
@@ -28,6 +32,16 @@ PARTS += ("transformer/moe/experts.py", "transformer/fsdp_dtensor_checkpoint.py"
 PUBLIC = (str, dict, list, tuple, set, torch, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, distributed)
 PUBLIC += (distributed.ProcessGroup, argparse, argparse.ArgumentParser, argparse.Action, inspect, sys, warnings)
 
+#: Variables of the plugin that hold objects of Megatron's.
+OBJECTS = {"args", "bucket", "buffer", "chunk", "config", "fsdp", "held", "model", "model_param", "module", "param"}
+OBJECTS |= {"process_groups", "settings", "training", "wrapper", "self.config", "self.ddp_config", "fsdp.dist_index"}
+
+#: Of what is read from those, and of keys of dicts: what is not Megatron's. States and hyperparameters are ALTO's,
+#: names of options argparse's, and modules are in the table with what is imported from them.
+OWN = {"alpha", "decayed", "layerwise", "alto_alpha", "alto_checkpoint_format", "initialize_state", "prepare_for_alto"}
+OWN |= {"knows_alto", "params", "param_groups", "state", "iteration", "choices", "add_scalar", "grad"}
+OWN |= {"fp8_utils", "parallel_state", "fsdp_dtensor_checkpoint", "_actions", "_fields"}
+
 #: Values of flags, which are names of fields too.
 COINCIDENCES = {"bf16", "fp16", "fp8"}
 
@@ -38,8 +52,13 @@ def trees(*roots):
             yield ast.parse(file.read_text())
 
 
-def defined(*roots):
-    """Functions, classes, fields and attributes that code gives a name to."""
+def defined(*roots, on=None):
+    """Functions, classes, fields and attributes that code gives a name to.
+
+    Args:
+        roots: where the code is.
+        on: names of the objects whose attributes count; without them, all do.
+    """
     found = set()
     for tree in trees(*roots):
         for node in ast.walk(tree):
@@ -48,8 +67,13 @@ def defined(*roots):
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
+                found.update([node.attr] if on is None or getattr(node.value, "id", None) in on else ())
     return found
+
+
+def ours():
+    """What this package gives a name to; what it writes on objects of Megatron's is Megatron's name."""
+    return defined(REPO / "alto_distributed", on=("self", "cls"))
 
 
 def used():
@@ -76,8 +100,10 @@ def names_of_megatron():
     theirs = defined(*(core / part for part in PARTS))
     touched, certain = used()
     public = {name for thing in PUBLIC for name in dir(thing)}
-    others = public | defined(REPO / "alto_distributed") | COINCIDENCES
-    return ((touched & theirs) - others) | (certain & theirs)
+    others = public | ours() | COINCIDENCES
+    read = names_touched(PLUGIN, "megatron.", OBJECTS, OWN, keys=True)
+    read = {name for name in read - public if not name.startswith(("__", "_alto"))}
+    return ((touched & theirs) - others) | (certain & theirs) | read
 
 
 def table():
@@ -99,4 +125,5 @@ def test_the_table_has_no_name_that_is_not_used():
 def test_names_are_found():
     """Else the table could be empty."""
     expected = {"_get_model_param_range_map", "shard_fp32_groups", "get_expert_tensor_parallel_group", "numel_unpadded"}
+    expected |= {"ckpt_format", "main_param", "init_state_fn", "expt_tp", "gbuf_local", "get_wandb_writer", "offset"}
     assert expected <= names_of_megatron()

@@ -12,7 +12,9 @@ import sys
 import time
 import warnings
 from dataclasses import fields, replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -376,16 +378,27 @@ def test_a_compiler_that_fails_or_lies_or_is_not_there(build, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_compiler_that_hangs_is_ended_with_what_it_started(build, tmp_path, monkeypatch):
     """What it starts has its output, and would be waited for."""
     compiler = tmp_path / "hangs"
-    compiler.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
+    compiler.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{shlex.quote(str(tmp_path / 'started'))}\nwait\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(native_build, "_TIMEOUT", 0.3)
+    monkeypatch.setattr(native_build, "_TIMEOUT", 1.5)
     began = time.monotonic()
     with pytest.raises(native_build.NativeUnavailable, match="did not run: .*timed out"):
         build(CC=str(compiler))
     assert time.monotonic() - began < 20
+    started = int((tmp_path / "started").read_text())
+    while is_running(started):
+        assert time.monotonic() - began < 20, "what the compiler had started goes on"
+        time.sleep(0.01)
 
 
 def test_a_cache_that_others_could_replace_is_not_used(build, tmp_path):
@@ -439,6 +452,29 @@ def test_a_cache_of_somebody_else_is_refused(build, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ValueError, match="belongs to another user"):
         build()
+
+
+def test_a_cache_below_a_directory_of_somebody_else_is_refused(build, tmp_path, monkeypatch):
+    """Its owner could put another in its place."""
+    parent, status_of = (tmp_path / "theirs").resolve(), Path.stat
+    parent.mkdir(mode=0o700)
+
+    def of_another(path, **options):
+        status = status_of(path, **options)
+        return os.stat_result([*status[:4], status.st_uid + 4711, *status[5:]]) if path == parent else status
+
+    monkeypatch.setattr(Path, "stat", of_another)
+    with pytest.raises(native_build.NativeUnavailable, match=f"{parent} belongs to another user"):
+        build(ALTO_CACHE_DIR=str(parent / "cache"))
+
+
+def test_another_c_library_gets_a_library_of_its_own(monkeypatch):
+    """Containers with different ones may share a home."""
+    names = set()
+    for version in (("glibc", "2.36"), ("glibc", "2.28"), ("", "")):
+        monkeypatch.setattr(platform, "libc_ver", lambda version=version: version)
+        names.add(native_build._fingerprint())
+    assert len(names) == 3
 
 
 def test_without_a_home_the_library_is_built_for_the_process(build, tmp_path, monkeypatch):
@@ -545,6 +581,17 @@ def test_foreach_has_the_bits_of_the_torch_kernel(options, limits, monkeypatch):
     for one, other in zip(ours, theirs, strict=True):
         for name in STATES:
             assert getattr(one, name) is None or same_bits(getattr(one, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("kernel", [native, chunked, foreach.kernel, reference])
+@pytest.mark.parametrize("decay", [0.0, 1e-30, 0.01])
+def test_a_gradient_near_the_largest_number_leaves_weights_finite(kernel, decay):
+    """A product that overflowed was divided by an infinity, exp_avg_sq's root."""
+    piece = a_piece([(0, 700, 0)], **{**LARGE_BATCH, "weight_decay": decay})
+    piece.grad[:] = torch.finfo(torch.float32).max * 0.88
+    (got,), _ = run(kernel, [piece])
+    assert got.exp_avg_sq[:700].isinf().all()
+    assert got.param[:700].isfinite().all()
 
 
 @pytest.mark.parametrize("kernel", [native, chunked, reference])

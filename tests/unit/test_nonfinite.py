@@ -103,7 +103,7 @@ def test_the_count_is_right_wherever_it_is_asked_for(way):
 
 
 def test_padding_is_not_looked_at(way):
-    """ZeRO stage 3 leaves uninitialised memory at the end of a shard."""
+    """ZeRO stage 3 leaves uninitialized memory at the end of a shard."""
     whole = LogicalParameter("w", (3, 3))
     flat = torch.arange(12.0)
     flat.grad = torch.ones(12)
@@ -151,7 +151,7 @@ def test_the_host_reads_nothing_while_the_step_is_under_way(monkeypatch):
         give_gradients(params, k, (1, NAN) if k == 2 else None)
         with NoReadBack():
             optimizer.step()
-        allowed[:] = [id(optimizer._skipped._pending[0])]
+        allowed[:] = [id(optimizer._skipped._pending[0].host)]
     assert optimizer.skipped_steps == 1
 
 
@@ -213,7 +213,7 @@ def test_whether_the_host_reads_the_flag_follows_from_the_group(backend, held, t
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
         pytest.skip("this torch has no collectives of fake tensors")
     monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: backend)
-    monkeypatch.setattr(collective, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(collective, "accelerator_type", lambda: "cuda")
     two_ranks.bound_device_id = torch.device("cuda", 1)
     with FakeTensorMode():
         gradients = {
@@ -229,12 +229,18 @@ def test_whether_the_host_reads_the_flag_follows_from_the_group(backend, held, t
 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_finite_gradient_whose_square_is_not(kernel, dtype):
-    """1e21 left exp_avg_sq infinite for good. skip_nonfinite skips it; without it, that is as with Adam."""
+@pytest.mark.parametrize("largest", [False, True], ids=["its square overflows", "near the largest number"])
+@pytest.mark.parametrize("weight_decay", [0.0, 1e-30, 0.01])
+def test_a_finite_gradient_whose_square_is_not(kernel, dtype, largest, weight_decay):
+    """1e21 left exp_avg_sq infinite for good. skip_nonfinite skips it; without it, that is as with Adam.
+
+    3e38 made NaN of the weights in the torch kernel: a product that overflowed was divided by that infinity.
+    """
     huge = 1e200 if dtype == torch.float64 else 1e21
+    huge = torch.finfo(dtype).max * 0.88 if largest else huge
     for skips in (True, False):
         p = nn.Parameter(torch.linspace(0.5, 2, 6, dtype=dtype).reshape(2, 3))
-        optimizer = ALTO([p], skip_nonfinite=skips, kernel=kernel)
+        optimizer = ALTO([p], skip_nonfinite=skips, kernel=kernel, weight_decay=weight_decay, layerwise="all")
         for k in range(4):
             p.grad = torch.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3)
             if k == 1:

@@ -181,7 +181,7 @@ class TestWhichParametersGetTheRatio:
         self.both(torch.randn(12, dtype=torch.float64), layerwise="all", ratio=True, one_at_zero=False)
         zero = torch.zeros(12, dtype=torch.float64)
         got, _ = trained(zero, [torch.ones_like(zero)], layerwise="all", weight_decay=0.0, **self.hyper)
-        assert 0 < got.abs().max() < 1e-10  # a zero-initialised bias hardly moves: its ratio is about eps3
+        assert 0 < got.abs().max() < 1e-10  # a zero-initialized bias hardly moves: its ratio is about eps3
 
     def test_a_norm_of_zero_gives_ratio_one(self):
         zero = torch.zeros(3, 4, dtype=torch.float64)

@@ -9,9 +9,9 @@ from torch import nn
 
 from alto_distributed import ALTO, LAMB, Hyperparameters, param_groups, recipe
 from alto_distributed.presets import PRESETS, describe, momentum_of
-from alto_distributed.pretrain.checkpoint.manager import differences
+from alto_distributed.pretrain.checkpoint.changes import differences
 from alto_distributed.pretrain.cli import plan
-from alto_distributed.pretrain.config.settings import parse
+from alto_distributed.pretrain.config.settings import load, parse
 
 STEPS = 400
 
@@ -88,6 +88,44 @@ def test_an_explicit_value_wins_and_shows():
     )
 
 
+def test_other_betas_leave_a_preset_what_it_is_called():
+    chosen = recipe(4096, preset="nesterov", betas=(0, 0.9, 0.99))
+    assert chosen["alpha"] == 0.9
+    assert recipe(4096, preset="nesterov", betas=(0, 0.9, 0.99), alpha=0.5)["alpha"] == 0.5
+    assert recipe(4096, preset="recommended", betas=(0.9, 0.9, 0.99))["alpha"] == 0.0
+    slow = Hyperparameters(**recipe(4096, preset="zero-lag", betas=(0.9, 0.9, 0.99)))
+    assert momentum_of(slow).lag == pytest.approx(0, abs=1e-12)
+    with pytest.raises(ValueError, match=r"betas=\(0\.9, 0\.9, 0\.99\) with preset='nesterov': only beta1=0 is"):
+        recipe(4096, preset="nesterov", betas=(0.9, 0.9, 0.99))
+    run = parse({"optimizer": {"preset": "nesterov", "options": {"betas": [0, "9e-1", 0.99]}}})  # YAML reads text
+    assert run.optimizer.resolved["alpha"] == 0.9
+    with pytest.raises(ValueError, match=r"optimizer\.options\.betas=\(0\.5, 0\.9, 0\.99\) with preset='nesterov'"):
+        parse({"optimizer": {"preset": "nesterov", "options": {"betas": [0.5, 0.9, 0.99]}}})
+    with pytest.raises(ValueError, match=r"optimizer\.options\.betas=\[0\.9\] must be 3 numbers"):
+        parse({"optimizer": {"preset": "nesterov", "options": {"betas": [0.9]}}})
+
+
+def test_a_preset_replaces_what_earlier_files_say(tmp_path):
+    """gpt2-345m.yaml has alpha -5: the recommended preset over it used to keep that, and nobody was told."""
+    base, over = tmp_path / "base.yaml", tmp_path / "over.yaml"
+    base.write_text(
+        "optimizer: {lr: 0.03, options: {alpha: -5, betas: [0.99, 0.9, 0.99], vector_lr: 0.5, kernel: torch}}"
+    )
+    over.write_text("extends: base.yaml\noptimizer: {preset: recommended, options: {vector_lr: 0.1}}")
+    for run, vector_lr in (
+        (load(base, ["optimizer.preset=recommended"]), 0.3),
+        (load(base, ["optimizer.options.vector_lr=0.2", "optimizer.preset=recommended"]), 0.2),
+        (load(over), 0.1),
+        (load(over, ["optimizer.preset=recommended"]), 0.3),
+    ):
+        chosen = run.optimizer.resolved
+        assert (chosen["alpha"], chosen["betas"], chosen["vector_lr"]) == (0.0, (0.99, 0.8, 0.99), vector_lr)
+        assert (chosen["lr"], chosen["kernel"]) == (0.03, "torch")  # no preset says these
+    assert load(over, ["optimizer.options.alpha=3"]).optimizer.resolved["alpha"] == 3.0
+    assert load(over, ["optimizer.preset=paper"]).optimizer.resolved["vector_lr"] == 1.0
+    assert load(base).optimizer.resolved["alpha"] == -5.0
+
+
 def test_describe_has_a_line_for_each_setting_of_the_groups():
     groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "alpha": alpha} for alpha in (-5.0, -5.0, 0.0)]
     first, second = ALTO(groups).describe().splitlines()
@@ -108,8 +146,8 @@ def test_an_unknown_preset_lists_those_there_are():
 
 def test_a_run_says_what_its_optimizer_amounts_to(tmp_path):
     told = plan(parse({"optimizer": {"preset": "nesterov", "lr": 0.02}}), 4, tmp_path)
-    assert "alto, lr 0.02, alpha 0.8, betas 0 0.8 0.99, vector_lr 0.3: rho -0.8, lag 3.2 steps" in told
-    assert "optimizer   adamw, lr 0.01\n" in plan(parse({"optimizer": {"name": "adamw"}}), 4, tmp_path)
+    assert "alto, lr 0.02, decay 0.0001, alpha 0.8, betas 0 0.8 0.99, vector_lr 0.3: rho -0.8, lag 3.2 steps" in told
+    assert "optimizer   adamw, lr 0.0008, decay 0.01\n" in plan(parse({"optimizer": {"name": "adamw"}}), 4, tmp_path)
 
 
 def test_a_run_takes_a_preset_and_its_own_values_win():

@@ -46,13 +46,13 @@ def weights():
         ({"weight_deacy": 0.1}, r"'weight_deacy' is not a hyperparameter of ALTO; did you mean 'weight_decay'\?"),
         ({"beta": (0.9, 0.9, 0.9)}, r"did you mean 'betas'\?"),
         ({"layer_wise": "all"}, r"did you mean 'layerwise'\?"),
-        ({"max_grad_norm": 1.0}, r"'max_grad_norm' is not a hyperparameter of ALTO .*it has: lr, betas"),
+        ({"warmup": 1.0}, r"'warmup' is not a hyperparameter of ALTO .*it has: lr, betas"),
     ],
 )  # fmt: skip
 def test_hyperparameters(options, message):
     with pytest.raises(ValueError, match=message):
         ALTO(weights(), **options)
-    group = {k: v for k, v in options.items() if k not in ("kernel", "max_grad_norm")}
+    group = {k: v for k, v in options.items() if k not in ("kernel", "warmup")}
     if group:
         with pytest.raises(ValueError, match=r"out of range|must|not one of|did you mean|tensor"):
             ALTO([{"params": weights(), **group}])

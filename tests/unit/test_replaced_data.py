@@ -28,7 +28,7 @@ def test_smaller_data_is_refused_and_its_neighbors_stay(kernel):
     before = memory.clone()
     p.data = memory[:64].view(8, 8)
     p.grad = gradients[:64].view(8, 8)
-    with pytest.raises(RuntimeError, match=r"shape \(8, 8\) on cpu has exp_avg of shape \(64, 64\)"):
+    with pytest.raises(RuntimeError, match=r"shape \(8, 8\), torch.float32 on cpu, has exp_avg of shape \(64, 64\)"):
         optimizer.step()
     assert torch.equal(memory, before)
     with pytest.raises(RuntimeError):  # what torch.optim raises
@@ -55,6 +55,23 @@ def test_data_of_another_shape_is_refused(kernel):
     with pytest.raises(RuntimeError, match="its data was replaced"):
         optimizer.step()
     assert float(optimizer.state[p]["step"]) == 1.0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": "bfloat16"}], ids=["float32", "bfloat16"])
+def test_data_of_more_precision_is_refused(kernel, options):
+    """Its states stayed float32, and the step went on with them; AdamW raises."""
+    p = nn.Parameter(torch.randn(6, 10))
+    optimizer = ALTO([p], kernel=kernel, **options)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):  # all of them have states of float32
+        p.data, p.grad = p.data.to(dtype), torch.randn(6, 10).to(dtype)
+        optimizer.step()
+    p.data, p.grad = p.data.double(), torch.randn(6, 10).double()
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match="torch.float64 on cpu, has exp_avg.*torch.float32 on cpu, instead of torch"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    assert float(optimizer.state[p]["step"]) == 3.0
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -168,3 +185,16 @@ def test_torchs_defaults_change_nothing(kernel, setting, default):
     for mine, theirs in zip(found[0], expected[0], strict=True):
         assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device)
         assert torch.equal(mine, theirs)
+
+
+def test_a_grad_scaler_without_gradients_whatever_the_default_device():
+    """Its 0 became a tensor there: on "meta" the step waited for a copy to pinned memory, and failed."""
+    p = nn.Parameter(torch.ones(4, dtype=torch.float32, device="cpu"))
+    optimizer, scaler = ALTO([p]), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1, dtype=torch.float32, device="cpu"))
+    torch.set_default_device("meta")
+    try:
+        scaler.step(optimizer)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(p, torch.ones(4))

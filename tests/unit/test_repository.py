@@ -70,6 +70,22 @@ def test_whatever_the_readmes_commands_install_is_pinned_and_nothing_else():
     assert pinned - needed == set()
 
 
+#: What makes a tensor out of nothing, on torch's default device and in its default dtype unless it is told.
+FACTORIES = {
+    *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones"),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_new_tensor_names_its_device_and_dtype(path):
+    """A program may have set torch's defaults to others: a buffer on "meta" ended in a crash of the C kernel."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
+            missing = {"device", "dtype"} - {keyword.arg for keyword in node.keywords}
+            assert not missing, f"line {node.lineno}: {ast.unparse(node)} does not name its {' and '.join(missing)}"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_module_has_an_assert(path):
     for node in ast.walk(ast.parse(path.read_text())):

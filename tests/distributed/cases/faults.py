@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alto_distributed.deepspeed.data_classes import CLASSES
+from alto_distributed.deepspeed import only_data
+from alto_distributed.deepspeed.checkpoint import ONLY_DATA
 from alto_distributed.pretrain import trainer as loop
 from alto_distributed.pretrain.checkpoint import manifest
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
-from alto_distributed.safe_load import only_data
 from tests.helpers.cases import worlds
 
 from . import damage, skips
@@ -99,8 +99,12 @@ def case_crafted_files_are_refused_and_do_not_run(directory):
         # Even if nobody had looked before: DeepSpeed's torch.load(weights_only=False) is not let.
         trace = directory / "ran in DeepSpeed"
         damage.once(lambda: damage.poison_torch(path / MODEL, damage.Payload(trace)))
-        with only_data(CLASSES), pytest.raises(Exception, match="mkdir"):
+        with only_data(), pytest.raises(Exception, match="mkdir"):
             engine._engine.load_checkpoint(str(path), tag="saved")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(ONLY_DATA, "1")  # where nobody can put a block around it
+            with pytest.raises(Exception, match="mkdir"):
+                engine._engine.load_checkpoint(str(path), tag="saved")
         assert not trace.exists()
         dist.barrier()
         # The payload is one: where code may run, it does.
@@ -147,7 +151,7 @@ def case_a_full_and_a_read_only_disk(directory):
         disk = directory / "disk"
         with damage.small_disk(disk, size * 3 // 2) as mounted:
             if not mounted:
-                return  # the quota above is as real, and needs no rights
+                pytest.skip("mounting a small tmpfs is not allowed here; the quota above is as real")
             checkpoints = Checkpoints(disk / "checkpoints", run)
             first = checkpoints.save(engine, 1)
             # What is known to be too little is not begun; what was thought to be enough ends with ENOSPC.

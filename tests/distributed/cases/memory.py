@@ -278,7 +278,7 @@ def case_torch_keeps_what_was_estimated(directory, setting):
 
     for _ in range(2):
         (tokens,) = batches(1)
-        next_token_loss(through(inputs_of(tokens)).logits, tokens).backward()
+        next_token_loss(through(**inputs_of(tokens)).logits, tokens).backward()
         optimizer.step()
     gradients = sum(storages(local(p.grad) for p in parameters).values())
     watch.note(weights=sum(storages(map(local, parameters)).values()), gradients=gradients, master=0)

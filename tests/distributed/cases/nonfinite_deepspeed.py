@@ -17,6 +17,9 @@ from tests.helpers.cases import each, worlds
 from .zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
 
 BF16 = {"bf16": {"enabled": True}}
+#: A scale that stays: a dynamic one is another after a skipped step, and with it the last digits of gradients.
+FP16 = {"fp16": {"enabled": True, "loss_scale": 4096}}
+DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
@@ -28,6 +31,7 @@ CELLS = {
     "bf16, stage 1, BF16_Optimizer": ({"stage": 1}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
     "bf16, stage 2, unchecked": ({"stage": 2}, UNCHECKED),
     "bf16, stage 3": ({"stage": 3, "sub_group_size": 40}, BF16),
+    "fp16, stage 2": ({"stage": 2}, FP16),
 }
 MORE = {
     "fp32, stage 2": ({"stage": 2}, {}),
@@ -44,6 +48,17 @@ MORE = {
     "fp32, stage 3, offload": ({"stage": 3, **OFFLOAD}, {}),
     "bf16, stage 3, offload": ({"stage": 3, **OFFLOAD}, BF16),
     "bf16, stage 3, both offloaded": ({"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}, BF16),
+    "bf16, stage 1, offload": ({"stage": 1, **OFFLOAD}, BF16),
+    "fp32, stage 3, both offloaded": ({"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}, {}),
+    "fp16, stage 1": ({"stage": 1}, FP16),
+    "fp16, stage 3": ({"stage": 3, "sub_group_size": 40}, FP16),
+    "fp16, stage 1, offload": ({"stage": 1, **OFFLOAD}, FP16),
+    "fp16, stage 2, offload": ({"stage": 2, **OFFLOAD}, FP16),
+    "fp16, stage 3, offload": ({"stage": 3, **OFFLOAD}, FP16),
+    "fp16, stage 3, both offloaded": ({"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}, FP16),
+    "fp16, stage 1, dynamic scale": ({"stage": 1}, DYNAMIC),
+    "fp16, stage 2, dynamic scale": ({"stage": 2}, DYNAMIC),
+    "fp16, stage 3, dynamic scale": ({"stage": 3}, DYNAMIC),
 }
 BAD = {1: "up.weight", 3: "scale"}  # step -> where the NaN is: in the decayed group, and last of the undecayed
 STEPS = 5
@@ -113,6 +128,8 @@ def check(label, zero, more):
         assert train(engine, BAD, rank) == [int(k in BAD) for k in range(STEPS)]
         got, counts = everything(engine), {float(s["step"]) for s in engine.basic_optimizer.state.values()}
         assert counts == {float(STEPS - len(BAD))}
+    if "dynamic" in label:
+        return
     with running(network(), config(zero, clip=clip, **more)) as engine:
         train(engine, dict.fromkeys(BAD), rank)
         assert same(got, everything(engine)), f"{label}: not the run that never had the steps"

@@ -1,4 +1,4 @@
-"""Megatron with ``alto_skip_nonfinite``: a NaN in one rank's gradient, in bf16 and float32, sharded or not.
+"""Megatron with ``alto_skip_nonfinite``: a NaN in one rank's gradient, in bf16, fp16 and float32, sharded or not.
 
 Nothing changes on any rank, and the run ends bit for bit where one does that never had the step.
 """
@@ -53,9 +53,11 @@ def train(engine, bad):
 
 def check(what, job, layout, **options):
     with parallel(layout):
-        skipping = alto_config(job, alto_skip_nonfinite=True)
+        # A scale that stays: a dynamic one is another after a skipped step, and with it the last digits of gradients.
+        scale = {"loss_scale": 1024.0} if job.precision == torch.float16 else {}
+        skipping = alto_config(job, alto_skip_nonfinite=True, **scale)
         got = train(Megatron(job, layout, optimizer=skipping, **options), BAD)
-        never = train(Megatron(job, layout, **options), dict.fromkeys(BAD))
+        never = train(Megatron(job, layout, optimizer=alto_config(job, **scale), **options), dict.fromkeys(BAD))
         assert all(t.isfinite().all() for t in got), what
         assert same(got, never), (what, "not the run that never had the steps")
 
@@ -65,10 +67,13 @@ LAYOUTS = {
     "bf16, tensor parallel": (torch.bfloat16, Layout(tensor=2)),
     "bf16, pipeline": (torch.bfloat16, Layout(pipeline=2)),
     "fp32": (torch.float32, Layout()),
+    "fp16": (torch.float16, Layout()),
 }
 MORE = {
     "fp32, tensor parallel": (torch.float32, Layout(tensor=2)),
     "fp32, pipeline": (torch.float32, Layout(pipeline=2)),
+    "fp16, tensor parallel": (torch.float16, Layout(tensor=2)),
+    "fp16, pipeline": (torch.float16, Layout(pipeline=2)),
 }
 
 
@@ -80,11 +85,16 @@ def case_a_nan_on_one_rank_changes_nothing_under_megatron(label, setting, distri
     check(label, Job(precision=precision, steps=STEPS), layout, distributed=distributed)
 
 
+EXPERTS = {"fp32": torch.float32}
+MORE_EXPERTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 @worlds(2)
-def case_dense_parameters_and_experts_skip_together():
+@each(EXPERTS, exhaustive=MORE_EXPERTS)
+def case_dense_parameters_and_experts_skip_together(label, setting):
     """Two wrappers, each with groups of its own: the NaN is in an expert of the last rank."""
-    job, layout = Job(experts=2, steps=STEPS), Layout(expert=2)
-    check("experts", job, layout)
+    job, layout = Job(experts=2, steps=STEPS, precision=setting), Layout(expert=2)
+    check(f"experts, {label}", job, layout)
 
 
 @worlds(2)

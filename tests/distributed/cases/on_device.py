@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from alto_distributed.kernels import choice, reference
 from alto_distributed.kernels.skip import SkipIf
+from alto_distributed.kernels.triton import step as triton_step
 from alto_distributed.sharding import collective
 from tests.helpers import devices, pretend
 from tests.helpers.cases import each, worlds
@@ -113,6 +114,77 @@ def case_nothing_is_read_or_copied_in_the_steady_state(setting):
             with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
                 optimizer.step()
             assert k < 2 or not counts, (k, counts)
+
+
+TRITON_OPTIONS = {
+    "plain": {},
+    "bf16 states": {"grad_ema_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"},
+    "no ratio": {"layerwise": "none"},
+    "skips": {"skip_nonfinite": True},
+    "capturable": {"capturable": True},
+}
+
+
+@contextlib.contextmanager
+def launches_of_triton():
+    """A list of what the Triton kernel would launch, whose launches do nothing."""
+    launched = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_step, "available", lambda device: True)
+        for phase in ("launch_phase_one", "launch_phase_two"):
+            patch.setattr(triton_step, phase, lambda *given: launched.append(given))
+        yield launched
+
+
+@worlds(2)
+@each(TRITON_OPTIONS)
+def case_the_triton_path_copies_nothing_in_the_steady_state(setting):
+    """It sent all addresses and numbers at each step. Rates and decays change, gradients stay where they are."""
+    model = sharded_network(devices.mesh(2), torch.float32)
+    gradients_for(model)
+    with launches_of_triton() as launched:
+        optimizer = ALTO(param_groups(model), **{**HYPER, "kernel": "triton", **setting})
+        for k in range(6):
+            with pretend.counted() as counts:
+                optimizer.step()
+            allowed = {"event synchronize", "to host, not waiting"} if setting.get("skip_nonfinite") else set()
+            assert k < 2 or counts.keys() == allowed, (k, counts)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+                if not setting.get("capturable"):
+                    group["weight_decay"] *= 0.8
+        assert len(launched) == 12
+        if not setting:
+            gradients_for(model)
+            for expected in ({"to device, not waiting": 1}, {}):
+                with pretend.counted() as counts:
+                    optimizer.step()
+                assert counts == expected
+
+
+@worlds(2)
+def case_gradients_that_come_and_go_cost_no_copy():
+    """As those of experts without tokens: the table with a rank's numbers was copied from the host each time."""
+    optimizer = ALTO(param_groups(model := sharded_network(devices.mesh(2), torch.float32)), **HYPER)
+    for k in range(6):
+        gradients_for(model)
+        if k % 2:
+            model.up.weight.grad = None
+        with pretend.counted() as counts, pretend.no(pretend.HOST if k > 1 else ()):
+            optimizer.step()
+        assert k < 2 or not counts, (k, counts)
+    optimizer.state_dict()
+
+
+@worlds(2)
+def case_tables_that_a_step_replaces_are_kept_for_graphs():
+    """A graph goes on reading those that it has recorded, also of the ranks' gradients."""
+    optimizer = ALTO(param_groups(model := sharded_network(devices.mesh(2), torch.float32)), vector_lr=0.5, **HYPER)
+    gradients_for(model)
+    optimizer.step()
+    plan, _ = optimizer._plan()
+    assert {id(table) for table in plan.replaceable()} > {id(table) for table in plan.witness.tables()} > set()
+    assert optimizer._captured == ()
 
 
 @worlds(2)
@@ -277,8 +349,9 @@ def injected(wrong):
         choice._complaints.clear()
 
 
-def warnings_of_first_step(model):
-    optimizer = ALTO(param_groups(model), **HYPER)
+def warnings_of_first_step(model, prepare=lambda optimizer: None, **options):
+    optimizer = ALTO(param_groups(model), **{**HYPER, **options})
+    prepare(optimizer)
     gradients_for(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -286,14 +359,14 @@ def warnings_of_first_step(model):
     return optimizer, [str(w.message) for w in told if "kernel" in str(w.message)]
 
 
-def all_agree(model, wrong_rank):
+def all_agree(model, wrong_rank, *prepare, **options):
     """All ranks use the injected kernel, or, if that is wrong on one, all warn and use torch's operations."""
     rank = dist.get_rank()
     with injected(rank == wrong_rank) as kernel:
-        optimizer, said = warnings_of_first_step(model)
+        optimizer, said = warnings_of_first_step(model, *prepare, **options)
         proving = kernel.steps
         gradients_for(model)
-        with pretend.no():
+        with pretend.no(() if prepare else pretend.HOST):
             optimizer.step()
         assert (kernel.steps > proving) == (wrong_rank is None), "which kernel is used"
         assert len(said) == (wrong_rank is not None), said
@@ -320,6 +393,55 @@ def case_replicas_without_a_process_group_use_the_same_kernel():
     """As under DistributedDataParallel: ranks tell each other through the store."""
     for wrong_rank in (None, 0):
         all_agree(network(torch.float32), wrong_rank)
+
+
+@worlds(2)
+def case_ranks_without_any_norm_use_the_same_kernel():
+    """layerwise="none" has nothing to sum, and nobody was asked."""
+    for wrong_rank in (None, 1):
+        all_agree(network(torch.float32), wrong_rank, layerwise="none")
+        all_agree(sharded_network(devices.mesh(2), torch.float32), wrong_rank, layerwise="none")
+
+
+@worlds(2)
+def case_ranks_that_talk_over_the_host_use_the_same_kernel():
+    """Tensors on the device and a group of gloo: it was left out, as if all were on the host."""
+    gloo = dist.new_group(backend="cpu:gloo,pretend:gloo")
+
+    def cut(optimizer):
+        layouts = {}
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            whole = LogicalParameter(f"{i}", (2 * p.numel(),), (gloo,))
+            layouts[p] = ShardLayout.of_flat_shard([whole], dist.get_rank() * p.numel(), p.numel())
+        optimizer.set_layouts(layouts, replicas=())
+
+    for wrong_rank in (None, 0):
+        all_agree(network(torch.float32), wrong_rank, cut)
+
+
+@worlds(2)
+def case_replicas_that_an_engine_knows_use_the_same_kernel():
+    """Their process group is asked, and not the store."""
+    before = next(collective._exchanges)
+    for wrong_rank in (None, 1):
+        all_agree(
+            network(torch.float32),
+            wrong_rank,
+            lambda optimizer: optimizer.set_layouts({}, replicas=[dist.group.WORLD]),
+            layerwise="none" if wrong_rank else "all",
+        )
+    assert next(collective._exchanges) == before + 1
+
+
+@worlds(4)
+def case_plain_replicas_of_tensor_parallel_shards_use_the_same_kernel():
+    """Tensors know the tensor-parallel ranks alone: those of the other replica were not asked."""
+    mesh = devices.mesh(2, 2, names=("data", "tensor"))
+    for wrong_rank in (None, 0, 3):
+        model = network(torch.float32)
+        for layer in (model.up, model.down):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tensor"], [Shard(0)]))
+        all_agree(model, wrong_rank)
 
 
 @worlds(2)

@@ -1,6 +1,7 @@
 """DeepSpeed on a device: what the host does while ALTO steps, and states that go to the host and come back."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from alto_distributed import ALTO
 from tests.helpers import devices, pretend
 from tests.helpers.cases import each, worlds
 
-from .zero import PARAMS, batches, config, largest_gap, loss_of, network, reference, running, train, weights
+from .zero import PARAMS, batches, config, largest_gap, loss_of, network, reference, running, same_bits, train, weights
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -50,6 +51,18 @@ def case_nothing_is_read_or_copied_in_the_steady_state(setting):
         train(engine, steps=4)
 
 
+def everything(engine):
+    """Master weights and states of this rank, on the host."""
+    optimizer = engine.basic_optimizer
+    states = {(i, key): s[key] for i, s in enumerate(optimizer.state.values()) for key in ALTO.state_keys}
+    return {key: value.detach().cpu().clone() for key, value in {**states, **dict(enumerate(optimizer.state))}.items()}
+
+
+def bytes_on_device():
+    gc.collect()
+    return getattr(torch, devices.NAME).memory_allocated()
+
+
 def devices_of_states(engine):
     """Types of the devices of all states, and of the step counts."""
     found = engine.basic_optimizer.state.values()
@@ -67,11 +80,17 @@ def case_states_go_to_the_host_and_come_back(setting):
     stage, pinned = setting
     with running(network(), config({"stage": stage})) as engine:
         train(engine, steps=3)
+        before, occupied = everything(engine), bytes_on_device()
+        # At stage 3, float32 master weights are the model's own.
+        moved = sum(value.nbytes for key, value in before.items() if stage < 3 or isinstance(key, tuple))
         for _ in range(2):
             engine.offload_states(include=kinds, pin_memory=pinned)
             assert all(kinds == {"cpu"} for kinds in devices_of_states(engine).values()), stage
+            assert bytes_on_device() <= occupied - moved, (occupied, moved, bytes_on_device())
             engine.reload_states()
             assert all(devices_of_states(engine)[key] == {here} for key in ALTO.state_keys), stage
+            after = everything(engine)
+            assert all(same_bits(after[key], value) for key, value in before.items()), stage
         keys = {key for state in engine.basic_optimizer.state.values() for key in state}
         assert keys == {*ALTO.state_keys, "step"}
         with watching(steps_before=4):  # the first step fetches the counts
@@ -83,6 +102,42 @@ def case_states_go_to_the_host_and_come_back(setting):
         assert gap < 1e-6, (stage, gap)
         assert {state["step"].device.type for state in engine.basic_optimizer.state.values()} == {"cpu"}
     assert PARAMS["kernel"] == "torch"
+
+
+@worlds(2)
+@each(stage=(1, 2, 3))
+def case_everything_goes_to_the_host(stage):
+    """The default call, with the model's own weights, which can be moved where none is frozen."""
+    model = network()
+    model.frozen.requires_grad_(True)
+    with running(model, config({"stage": stage})) as engine:
+        train(engine, steps=2)
+        before, occupied = everything(engine), bytes_on_device()
+        moved = sum(value.nbytes for value in before.values())
+        engine.offload_states()
+        assert bytes_on_device() <= occupied - moved, (occupied, moved, bytes_on_device())
+        engine.reload_states()
+        after = everything(engine)
+        assert all(same_bits(after[key], value) for key, value in before.items())
+        train(engine, steps=1)
+
+
+@worlds(2)
+def case_states_of_esgd_go_to_the_host_and_come_back():
+    """At stage 3, where DeepSpeed asks for Adam."""
+    params = {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}
+    with running(network(), config({"stage": 3}, name="ESGD", params=params)) as engine:
+        train(engine, steps=2)
+        states = [t for s in engine.basic_optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        before = [t.cpu().clone() for t in states]
+        assert len(states) == 2 * len(engine.basic_optimizer.state) > 0
+        engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params])
+        assert {t.device.type for t in states} == {"cpu"}
+        engine.reload_states()
+        assert {t.device.type for t in states} == {devices.NAME}
+        assert all(torch.equal(t.cpu(), value) for t, value in zip(states, before, strict=True))
+        assert type(engine.basic_optimizer).__name__ == "ESGD"
+        train(engine, steps=1)
 
 
 @worlds(2)

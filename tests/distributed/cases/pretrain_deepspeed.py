@@ -7,14 +7,20 @@ World 1 loads what world 2 saved.
 import contextlib
 import json
 import math
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param
 
+from alto_distributed.errors import Diverged
 from alto_distributed.pretrain import optimizers
+from alto_distributed.pretrain.batch_size import batch_size
+from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.pretrain.config.settings import parse
 from alto_distributed.pretrain.engines.deepspeed import engine as pretrain
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
@@ -25,7 +31,8 @@ from tests.helpers.cases import REPO, after, each, worlds
 get_accelerator().is_fp16_supported = lambda: True
 
 BATCH, SEQUENCE, VOCABULARY = 16, 12, 61
-LR = {"alto": 0.04, "lamb": 0.04, "adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "adabelief": 1e-3}
+LR = {"alto": 0.04, "lamb": 0.04, "adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "adabelief": 1e-3, "ademamix": 1e-3}
+LR |= dict.fromkeys(("muon", "mars", "soap"), 1e-3)
 STAGES = (1, 2, 3)
 
 
@@ -93,16 +100,28 @@ def weights(engine):
     return out
 
 
-def unsharded(run, steps):
-    """The same training in this process alone; the optimizers themselves are tested elsewhere."""
+def unsharded(run, steps, sizes=None, then=(None, None), parts=1):
+    """The same training in this process alone; the optimizers themselves are tested elsewhere.
+
+    Args:
+        then: a step from which another run's clipping and decay hold, and that run.
+        parts: of a batch, whose gradients are added up as those of micro-batches and ranks are.
+    """
     model = build_model(run)
     optimizer = optimizers.build_optimizer(run, optimizers.build_groups(run, model))
     results = []
     for step in range(steps):
-        tokens = tokens_of(step)
-        loss = next_token_loss(model(inputs_of(tokens)).logits, tokens)
+        if step == then[0]:
+            run = then[1]
+            for group in optimizer.param_groups:
+                group["weight_decay"] = run.optimizer.weight_decay if group["weight_decay"] else 0.0
+        tokens = tokens_of(step, sizes[step] if sizes else BATCH)
         optimizer.zero_grad()
-        loss.backward()
+        loss = torch.zeros(())
+        for part in tokens.chunk(parts):
+            share = next_token_loss(model(**inputs_of(part)).logits, part) / parts
+            share.backward()
+            loss += share.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.clip)
         for group in optimizer.param_groups:
             group["lr"] = rate(run, step)
@@ -245,15 +264,78 @@ def case_equals_one_process_however_it_accumulates(stage):
         assert far < 1e-4, (stage, micro, far)
 
 
+@worlds(2)
+@each({"stage 0": 0, "stage 2": 2, "stage 3": 3}, exhaustive={"stage 1": 1})
+def case_a_batch_that_grows_equals_one_process(directory, setting):
+    """From one micro-batch to two and three, which DeepSpeed by itself would count wrong; resumed on the way."""
+    stage, ramp = setting, {"start": 8, "step": 8, "every": 2}
+    settings = run_of(stage).as_dict()
+    run = parse({**settings, "training": {**settings["training"], "global_batch": 24, "batch_ramp": ramp}})
+    sizes = [batch_size(run.training, step) for step in range(6)]
+    assert sizes == [8, 8, 16, 16, 24, 24]
+    expected, end = unsharded(run, 6, sizes)
+    start = {name: p.detach() for name, p in build_model(run).named_parameters()}
+
+    def go_on(engine, begin, stop):
+        return [
+            engine.train(mine(tokens_of(step, sizes[step]), 4), rate(run, step)).loss for step in range(begin, stop)
+        ]
+
+    with engine_of(run) as engine:
+        losses = go_on(engine, 0, 3)
+        engine.save(directory / f"ramp {stage}")
+        losses += go_on(engine, 3, 6)
+        last = weights(engine)
+    assert losses == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+    far = gap(last, end, start)
+    assert far < 1e-4, far
+    with engine_of(run) as engine:
+        engine.load(directory / f"ramp {stage}", 2)
+        assert go_on(engine, 3, 6) == losses[3:]
+        assert_same("resumed", weights(engine), last)
+
+
+@worlds(2)
+def case_a_run_goes_on_with_changes(directory):
+    """Those that are named, which take effect, and no others."""
+    run, steps = run_of(2), 4
+    settings = run.as_dict()
+    optimizer = {**settings["optimizer"], "weight_decay": 3.0}
+    other = parse({**settings, "optimizer": optimizer, "training": {**settings["training"], "clip": 0.02}})
+    expected, end = unsharded(run, steps, then=(2, other))
+    start = {name: p.detach() for name, p in build_model(run).named_parameters()}
+    saved = directory / "changing" / "checkpoints"
+    with engine_of(run) as engine:
+        got = advance(engine, run, 0, 2)
+        Checkpoints(saved, run).save(engine, 2)
+    with engine_of(other) as engine:
+        for named, message in (
+            ([], "clip was 1.0, is 0.02"),
+            (["training.clip"], "weight_decay was 0.1, is 3.0. Go on"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Checkpoints(saved, other, changes=named).load(engine, Checkpoints(saved, other).newest())
+        named = ["training.clip", "optimizer.weight_decay"]
+        for _ in range(2):  # the second is as after a crash
+            Checkpoints(saved, other, changes=named).load(engine, Checkpoints(saved, other).newest())
+        got += advance(engine, other, 2, steps)
+        far = gap(weights(engine), end, start)
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+    assert far < 1e-4, far
+    (line,) = (saved.parent / "history.jsonl").read_text().splitlines()
+    changes = {"optimizer.weight_decay": [0.1, 3.0], "training.clip": [1.0, 0.02]}
+    assert json.loads(line) == {"time": json.loads(line)["time"], "step": 2, "changes": changes}
+
+
 #: All but ALTO, which the case above has.
-OTHERS = ("lamb", "adamw", "adam", "lion", "adabelief")
+OTHERS = ("lamb", "adamw", "adam", "lion", "adabelief", "ademamix")
 
 
 @worlds(2)
 @each({"stage 3": (3, "fp32")}, exhaustive={"stage 1, bf16": (1, "bf16"), "stage 2": (2, "fp32")}, name=OTHERS)
 def case_every_optimizer_equals_one_process(setting, name):
     """Also those that are only elementwise: a shard is a shard. Stage 3 steps each group by itself."""
-    assert {*OTHERS, "alto"} == {*optimizers.NAMES}
+    assert {*OTHERS, *WHOLE, "alto"} == {*optimizers.NAMES}
     steps, (stage, precision) = 4, setting
     start = {name: p.detach() for name, p in build_model(run_of()).named_parameters()}
     run = run_of(stage, name=name, precision=precision)
@@ -266,6 +348,32 @@ def case_every_optimizer_equals_one_process(setting, name):
         else:
             assert all(p.isfinite().all() for p in weights(engine).values())
         assert bool(engine.diagnostics()) is False  # nobody asked
+
+
+#: Not on shards: without ZeRO, in float32.
+WHOLE = ("muon", "mars", "soap")
+
+
+@worlds(2)
+@each(name=WHOLE)
+def case_optimizers_of_whole_parameters_equal_one_process(directory, name):
+    """Muon and SOAP make large differences of small ones, so one process adds gradients up in the ranks' order."""
+    run, steps = run_of(0, name=name, micro=8), 4
+    run = replace(run, training=replace(run.training, clip=1e6))  # norms are added up in another order
+    expected, end = unsharded(run, steps, parts=2)
+    start = {name: p.detach() for name, p in build_model(run).named_parameters()}
+    with engine_of(run) as engine:
+        got = advance(engine, run, 0, 2)
+        engine.save(directory / name)
+        got += advance(engine, run, 2, steps)
+        last = weights(engine)
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+    far = gap(last, end, start)
+    assert far < 1e-3, far
+    with engine_of(run) as engine:
+        engine.load(directory / name, 2)
+        assert [loss for loss, _ in advance(engine, run, 2, steps)] == [loss for loss, _ in got[2:]]
+        assert_same("resumed", weights(engine), last)
 
 
 RATES = {
@@ -298,7 +406,7 @@ def case_evaluation_does_not_depend_on_micro_batches(stage):
     tokens = tokens_of(3, samples=24)
     model = build_model(run).eval()
     with torch.no_grad():
-        expected = next_token_loss(model(inputs_of(tokens)).logits, tokens).item()
+        expected = next_token_loss(model(**inputs_of(tokens)).logits, tokens).item()
     with engine_of(run_of(stage, dropout=0.5)) as engine:
         for micro in (1, 4, 5, 12):  # 5, 5 and 2
             assert engine.evaluate(mine(tokens, micro)) == pytest.approx(expected, abs=1e-6), (stage, micro)
@@ -321,6 +429,20 @@ def case_an_overflow_changes_nothing(directory):
         assert 0 < skipped < 20
         assert result.grad_norm > 0
         assert any(not torch.equal(p, before[name]) for name, p in weights(engine).items())
+
+
+@worlds(2)
+def case_a_loss_scale_that_cannot_fall_is_a_divergence(directory):
+    """DeepSpeed raises an Exception of no type of its own, which was a traceback for each rank."""
+    path = directory / "lowest.json"
+    if dist.get_rank() == 0:
+        scale = {"initial_scale_power": 26, "min_loss_scale": 2**26}
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": scale}))
+    dist.barrier()
+    with engine_of(run_of(2, precision="fp16", json_file=path)) as engine:
+        assert engine.train(mine(tokens_of(0), 4), 0.01).skipped  # it waits for a second overflow
+        with pytest.raises(Diverged, match="gradients overflow fp16 at the lowest loss scale: lower optimizer.lr"):
+            engine.train(mine(tokens_of(0), 4), 0.01)
 
 
 @worlds(2)
@@ -412,6 +534,31 @@ def case_another_world_goes_on(directory, label, setting):
             far = gap(weights(engine), end, start)
             assert far < (0.05 if precision == "bf16" else 1e-3), far
     assert stage == 0 or (folder / "universal").is_dir()
+
+
+@worlds(2)
+@after("case_save_for_another_world", "stage 1")
+def case_a_conversion_that_fails_ends_all_ranks(directory):
+    """Rank 0 converts, and the other one waited for it."""
+    folder, run = directory / "fails to move", run_of(1)
+    if dist.get_rank() == 0:
+        shutil.copytree(directory / "moved, stage 1", folder, ignore=shutil.ignore_patterns("universal*"))
+    dist.barrier()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for failure, kind, message in (
+        (full, OSError, "No space left on device"),
+        (lambda *_: 1 / 0, ValueError, "cannot be converted .*division by zero"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, engine_of(run) as engine:
+            patch.setattr(ds_to_universal, "main", failure)
+            before = weights(engine)
+            with pytest.raises(kind, match=message):
+                engine.load(folder, 4)
+            assert all(torch.equal(p, before[name]) for name, p in weights(engine).items())
+    assert not (folder / "universal").exists()
 
 
 @worlds(1)

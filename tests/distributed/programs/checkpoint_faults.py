@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from alto_distributed.pretrain.checkpoint import manager as module
 from alto_distributed.pretrain.checkpoint import manifest
-from alto_distributed.pretrain.checkpoint.io import Written, describe
+from alto_distributed.pretrain.checkpoint.io import Written, describe, failing_late
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.pretrain.config.settings import parse
 from alto_distributed.sharding.rank_sync import run_on_rank0
@@ -68,8 +68,9 @@ class Light:
 
     def save(self, directory):
         path = directory / f"shard_{dist.get_rank()}.pt"
-        torch.save({"step": self.step, **self.state}, path)
-        dist.barrier()
+        with failing_late() as attempt:
+            attempt(lambda: torch.save({"step": self.step, **self.state}, path))
+            dist.barrier()
         return {path: Written(dist.get_rank(), describe(self.state))}
 
     def load(self, directory, saved_by):
@@ -90,9 +91,12 @@ class Real:
         self.device, self.save, self.load = self.engine.device, self.engine.save, self.engine.load
 
     def advance(self, step):
-        generator = torch.Generator().manual_seed(step * WORLD + dist.get_rank())
+        own = self.engine.data_parallel_rank
+        generator = torch.Generator().manual_seed(step * WORLD + own)
         vocabulary, sequence = self.run.model.vocabulary, self.run.model.sequence
-        self.engine.train([torch.randint(0, vocabulary, (4, sequence + 1), generator=generator)], 0.01)
+        batches = self.run.accumulation(self.engine.data_parallel_size)
+        shape = 4, sequence + 1
+        self.engine.train([torch.randint(0, vocabulary, shape, generator=generator) for _ in range(batches)], 0.01)
 
     def tensors(self):
         if self.run.engine == "deepspeed":
@@ -123,6 +127,8 @@ def settings(engine):
             "training": {"global_batch": 8, "micro_batch": 4, "precision": "fp32"},
             "checkpoints": {"keep": 2},
             "deepspeed": {"config": str(REPO / "configs/deepspeed/pretrain-stage2.json")},
+            # With two copies of the model rank 0 would write all of it.
+            "megatron": {"tensor_parallel": 2} if engine == "megatron" else {},
         }
     )
 
@@ -291,7 +297,7 @@ def trial(name, count, engine, directory, chance):
     saved = max(board.get(rank, 1) for rank in range(WORLD))
     kept = Checkpoints(directory / "checkpoints", settings(engine))
     newest = kept.newest()
-    damage = [problem for checkpoint in kept.all() for problem in kept._damage(checkpoint)]
+    damage = [problem for checkpoint in kept.all() for problem in kept.damage(checkpoint)]
     return {
         "victims": victims,
         "point": point,

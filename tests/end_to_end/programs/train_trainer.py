@@ -14,19 +14,17 @@ import tempfile
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from alto_distributed import ALTO, param_groups
 
 VOCABULARY, LENGTH, BATCH = 32, 16, 8
 
 
-def build_model():
+def build_model(make=GPT2LMHeadModel):
     torch.manual_seed(1234)
     small = dict(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2)
-    return GPT2LMHeadModel(
-        GPT2Config(**small, bos_token_id=0, eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    )
+    return make(GPT2Config(**small, bos_token_id=0, eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 def dataset(samples=1024):
@@ -40,7 +38,7 @@ def dataset(samples=1024):
     return [{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
 
 
-def report(engine, losses):
+def report(engine, losses, **more):
     basic = engine.basic_optimizer
     content = {
         "losses": losses,
@@ -49,6 +47,7 @@ def report(engine, losses):
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in basic.param_groups],
         "world": engine.world_size,
         "clip": engine.gradient_clipping(),
+        **more,
     }
     if engine.global_rank == 0:
         print("REPORT " + json.dumps(content), flush=True)
@@ -61,11 +60,17 @@ def with_trainer(args):
             weight_decay=args.weight_decay, per_device_train_batch_size=BATCH, max_steps=args.steps, logging_steps=1,
             lr_scheduler_type="constant", train_sampling_strategy="sequential", save_strategy="no", report_to="none",
         )  # fmt: skip
-        model = build_model()
+        # With stage 3, Transformers builds what it loads under deepspeed.zero.Init.
+        model = build_model(AutoModelForCausalLM.from_config) if args.zero_init else build_model()
+        seen = {"dimensions": sorted({p.ndim for p in model.parameters()})}
         given = (ALTO(param_groups(model)), None) if args.give_alto else (None, None)
         trainer = Trainer(model=model, args=arguments, train_dataset=dataset(), optimizers=given)
         trainer.train()
-        report(trainer.deepspeed, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        if args.zero_init:
+            readings = trainer.deepspeed.basic_optimizer.diagnostics()
+            seen["ratios"] = {name: reading.trust_ratio for name, reading in readings.items()}
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        report(trainer.deepspeed, losses, **seen)
 
 
 def with_accelerate(args):
@@ -100,6 +105,7 @@ if __name__ == "__main__":
     parser.add_argument("--deepspeed")
     parser.add_argument("--own_loop", action="store_true")
     parser.add_argument("--give_alto", action="store_true", help="as Trainer(optimizers=...)")
+    parser.add_argument("--zero_init", action="store_true", help="the model is born sharded")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--weight_decay", type=float, required=True)

@@ -19,15 +19,19 @@ from scripts import megatron_on_cpu
 from . import NAME, device_module, device_of
 from . import install as install_device
 
+IS_CUDA = torch.Tensor.is_cuda.__get__
+
 
 class CudaIsPretend(TorchFunctionMode):
     """Every call that asks for the device "cuda", by name or by argument, gets this one."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func == torch.Tensor.is_cuda.__get__:
+        if func == IS_CUDA:
             return args[0].device.type == NAME
+        if not kwargs and megatron_on_cpu.is_unconcerned(func, args):
+            return func(*args)
         result = func(*map(_renamed, args), **{name: _renamed(value) for name, value in (kwargs or {}).items()})
-        if func == torch.Tensor.type and isinstance(result, str):
+        if func == megatron_on_cpu.TYPE_OF_TENSOR and isinstance(result, str):
             # Megatron's optimizers sort parameters by the names of CUDA's tensor types.
             return result.replace(f"torch.{NAME}.", "torch.cuda.", 1)
         return result

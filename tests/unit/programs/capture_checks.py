@@ -7,19 +7,19 @@ What a replay gives is compared with ordinary steps of an ordinary ALTO on the s
 
 import contextlib
 import copy
-import json
+import gc
 import sys
-import traceback
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from alto_distributed import ALTO, LAMB
-from alto_distributed import optimizer as optimizer_module
+from alto_distributed import ALTO, LAMB, collecting
 from alto_distributed.kernels.triton import step as triton_step
 from tests.helpers import pretend
+from tests.helpers.checks import run
 from tests.helpers.graph import Graph
 
 pretend.install()
@@ -243,6 +243,58 @@ def check_what_is_refused():
             built(params(), 0.05, capturable=True, **options)
 
 
+def check_tensors_on_two_devices():
+    """The device of the first parameter alone was looked at: [cpu, cuda] was captured unnoticed."""
+    for where in ("cpu", DEVICE):
+        some = [nn.Parameter(torch.ones(3, device=where)), *params()]
+        for p in some:
+            p.grad = torch.ones_like(p)
+        plain = ALTO(some)
+        plain.step()
+        assert "Build it with capturable=True" in refusal(plain)
+        optimizer = ALTO(some, capturable=True)
+        optimizer.step()
+        assert ("on the CPU or on two devices" in refusal(optimizer)) == (where == "cpu")
+
+
+def check_what_a_graph_reads_stays():
+    """Later steps replaced tables of the kernel and of vector_lr; the graph went on reading where they had been."""
+    real, available = triton_step.kernel_on, triton_step.available
+    triton_step.kernel_on, triton_step.available = served, lambda device: True
+    try:
+        some = params()
+        lr = torch.tensor(0.05).to(DEVICE)
+        optimizer = ALTO(
+            [{"params": some[:2], "lr": lr}, {"params": some[2:], "weight_decay": 0.0}],
+            kernel="triton",
+            vector_lr=0.5,
+            capturable=True,
+        )
+        static = gradients(0, some)
+        for p, g in zip(some[:3], static, strict=False):
+            p.grad = g
+        optimizer.step()
+        plan, _ = optimizer._plan()
+        table, _ = plan.kept_by_kernels[DEVICE]["triton", None]
+        read = [*(launch.chunks for launch in table.tables.launches), table.tables.totals, plan._factors[1], lr]
+        refs = [weakref.ref(tensor) for tensor in read]
+        graph = Graph(DEVICE)
+        with graph.capture():
+            optimizer.step()
+        graph._recorded.clear()  # a real graph keeps addresses, and no tensor
+        some[3].grad = static[3]
+        for group in optimizer.param_groups:
+            group.update(vector_lr=0.25, lr=0.01)
+        del table, plan, read, lr
+        optimizer.step()
+        optimizer.set_layouts({})
+        optimizer.step()
+        gc.collect()
+        assert [place for place, ref in enumerate(refs) if ref() is None] == []
+    finally:
+        triton_step.kernel_on, triton_step.available = real, available
+
+
 def check_a_rate_on_the_host_is_warned_of():
     some = params()
     for p, g in zip(some, gradients(0, some), strict=True):
@@ -260,30 +312,15 @@ def check_a_graph_is_what_replays():
     """The instrument: if the counters do not move, or the rate stays, the replays are not those steps."""
     moved = replayed(6)[0][0].detach().cpu()
     for broken in ("count_one_more", "rate"):
-        where = optimizer_module if broken == "count_one_more" else sys.modules[__name__]
+        where = collecting if broken == "count_one_more" else sys.modules[__name__]
         kept = getattr(where, broken)
         try:
-            setattr(where, broken, (lambda counters, skip: []) if broken == "count_one_more" else lambda k: 0.05)
+            setattr(where, broken, (lambda *_: []) if broken == "count_one_more" else lambda k: 0.05)
             other = replayed(6)[0][0].detach().cpu()
         finally:
             setattr(where, broken, kept)
         assert not torch.allclose(moved, other, rtol=1e-3), broken
 
 
-def main():
-    outcomes = {}
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    check()
-                outcomes[name] = ""
-            except Exception:
-                outcomes[name] = traceback.format_exc()
-    with open(sys.argv[1], "w") as file:
-        json.dump(outcomes, file)
-
-
 if __name__ == "__main__":
-    main()
+    run({name: check for name, check in list(globals().items()) if name.startswith("check_")})

@@ -8,10 +8,8 @@ in pytest's process. One run does all checks and notes the outcome of each:
 
 import copy
 import dataclasses
-import json
 import random
 import sys
-import traceback
 
 import torch
 
@@ -23,6 +21,7 @@ from alto_distributed.kernels.triton.launch import launch_phase_one
 from alto_distributed.kernels.triton.step import TritonKernel, serves
 from alto_distributed.kernels.triton.table import PieceTable, Tiling
 from alto_distributed.kernels.triton.values import Values
+from tests.helpers.checks import run
 
 DEVICE = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
 SMALL = Tiling(tile=16, tiles=2)  # so that a few hundred elements have every kind of edge
@@ -41,6 +40,7 @@ def make(
     misaligned=0,
     padding=0,
     seed=0,
+    index=0,
 ):
     """A piece whose elements outside of the spans are NaN; ``misaligned`` moves its tensors off their alignment."""
     length = max((stop for _, stop, *_ in spans), default=0) + padding
@@ -59,9 +59,8 @@ def make(
         tensor(lambda n: torch.randn(n) * 0.1, exp_avg),
         tensor(torch.rand, FLOAT32),
         tensor(lambda n: torch.randn(n) * 0.5, grad_ema),
-        tuple(Span(*span) for span in spans),
+        tuple(Span(*span)._replace(seed=seed, offset=index + span[0]) for span in spans),
         c,
-        seed,
     )
 
 
@@ -89,7 +88,7 @@ def exact_weights(piece, step_sizes):
     denominator = root * (c.correction3**-0.5) + c.eps1
     r = piece.exp_avg.float() / denominator * (1 / c.correction2) + c.weight_decay * theta
     scale = torch.full_like(theta, float("nan"))
-    for start, stop, slot, _ in piece.spans:
+    for start, stop, slot, *_ in piece.spans:
         scale[start:stop] = step_sizes[slot].float()
     return theta - scale * r
 
@@ -131,7 +130,7 @@ def check_step(pieces, slots, kernel=None):
 
 def tables(pieces):
     table = PieceTable(DEVICE, SMALL)
-    table.update([(piece, Dtypes.of(piece)) for piece in batch_of(pieces)])
+    table.update([(piece, piece.memory, Dtypes.of(piece)) for piece in batch_of(pieces)])
     return table.tables
 
 
@@ -229,17 +228,19 @@ def check_states_in_bfloat16():
     c, later = Coefficients.at_step(HYPER, 1), Coefficients.at_step(HYPER, 70_000)
     pieces = [
         make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=0xFEDCBA98),
-        make([(9, 70, 1)], later, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=1, padding=3),
-        make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=None, seed=2),
+        make([(9, 70, 1)], later, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=1, padding=3, index=2**32 - 40),
+        make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=None, seed=2, index=12345),
         make([(0, 70, 1)], c, grad_ema=BFLOAT16, seed=3, param=BFLOAT16, misaligned=1),
     ]
     plain = copy.deepcopy(pieces[0])
     kernel = TritonKernel(SMALL)
     for _ in range(2):
         check_step(pieces, 2, kernel)
-    plain.seed = 5  # the seed is used, or this would be the same
-    kernel.phase_one([plain], torch.zeros(3, 2, dtype=torch.float64, device=DEVICE))
-    assert not equal(plain.exp_avg, pieces[0].exp_avg)
+    for changed in ({"seed": 5}, {"offset": 1}):  # they are used, or this would be the same
+        other = copy.deepcopy(plain)
+        other.spans = (other.spans[0]._replace(**changed),)
+        kernel.phase_one([other], torch.zeros(3, 2, dtype=torch.float64, device=DEVICE))
+        assert not equal(other.exp_avg, pieces[0].exp_avg)
 
 
 def check_indices_beyond_32_bits():
@@ -248,10 +249,11 @@ def check_indices_beyond_32_bits():
     c = Coefficients.at_step(HYPER, 6)
     piece = make([(0, length, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=77)
     expected = copy.deepcopy(piece)
-    moved = dataclasses.replace(piece, spans=(Span(first, first + length, 0),))
+    moved = dataclasses.replace(piece, spans=(Span(first, first + length, 0, True, 77, first),))
     values, table = Values(1, DEVICE), PieceTable(DEVICE, SMALL)
-    table.update([(moved, Dtypes.of(moved))])
-    values.send([(moved, moved.memory)], table.rows)
+    sent = [(moved, moved.memory, Dtypes.of(moved))]
+    table.update(sent)
+    values.send(sent, table.rows)
     for column, tensor in {
         PARAM: piece.param,
         GRAD: piece.grad,
@@ -266,8 +268,9 @@ def check_indices_beyond_32_bits():
 
     d, u = reference.adapt_gradient(expected.grad, expected.grad_ema.float(), c.alpha, c.beta1)
     m = c.beta2 * expected.exp_avg.float() + (1 - c.beta2) * d
-    rounding.store(expected.grad_ema, u, rounding.key_of(expected, rounding.GRAD_EMA_BITS), first)
-    rounding.store(expected.exp_avg, m, rounding.key_of(expected, rounding.EXP_AVG_BITS), first)
+    (span,) = moved.spans
+    rounding.store(expected.grad_ema, u, span, 6, rounding.GRAD_EMA_BITS)
+    rounding.store(expected.exp_avg, m, span, 6, rounding.EXP_AVG_BITS)
     assert equal(piece.grad_ema, expected.grad_ema)
     assert equal(piece.exp_avg, expected.exp_avg)
 
@@ -453,14 +456,16 @@ def check_tables_are_kept_and_values_sent_only_if_they_changed():
 
     check_step(batch(), 1, kernel)
     table, values = kept["triton", SMALL]
-    tables, sent = table.tables, values._sent
+    tables, addresses, numbers = table.tables, values._addresses, values._numbers
     kernel.phase_two(batch(), torch.zeros(1, dtype=torch.float64, device=DEVICE))
-    assert values._sent is sent
+    assert values._addresses is addresses
+    assert values._numbers is numbers
     for k in (2, 3):
         old = piece.grad  # kept alive, so that the new one is elsewhere
         piece = dataclasses.replace(piece, grad=torch.randn_like(old), coefficients=Coefficients.at_step(HYPER, k))
         check_step(batch(), 1, kernel)
-    assert values._sent is not sent
+    assert values._addresses is not addresses
+    assert values._numbers is not numbers
     assert table.tables is tables
     assert list(kept.values()) == [(table, values)] * 2  # of this stream, and the latest
 
@@ -541,18 +546,5 @@ def check_nothing_to_do():
 CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_") and name != "check_step"}
 
 
-def main():
-    outcomes = {}
-    for name, check in CHECKS.items():
-        torch.manual_seed(1234)
-        try:
-            check()
-            outcomes[name] = ""
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-    with open(sys.argv[1], "w") as file:
-        json.dump(outcomes, file)
-
-
 if __name__ == "__main__":
-    main()
+    run(CHECKS)

@@ -26,8 +26,10 @@ TARGETS.update({f"gfx{name}": GPUTarget("hip", f"gfx{name}", 64) for name in ("9
 TARGETS["gfx1100"] = GPUTarget("hip", "gfx1100", 32)
 USUAL = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)
 SMALL_STATES = Dtypes(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
-BUILDS = [(target, "float32", USUAL) for target in TARGETS] + [("sm_90", "bfloat16", SMALL_STATES)]
-BUILDS += [("sm_90", "guarded", USUAL)]  # programs end at once if a flag on the device says so
+BUILDS = [(target, "float32", USUAL) for target in TARGETS]
+for some in ("sm_80", "sm_90", "sm_100", "gfx90a"):
+    BUILDS += [(some, "bfloat16", SMALL_STATES)]
+    BUILDS += [(some, "guarded", USUAL)]  # programs end at once if a flag on the device says so
 
 TABLES = {"chunks": "*i64", "pieces": "*i64", "coefficients": "*fp64"}
 SUMS = {"totals": "*i64", "partials": "*fp64", "places": "i32", "sums": "*fp64", "slots": "i32"}
