@@ -38,7 +38,7 @@ def main(hidden: int, layers: int) -> None:
 
     for _ in range(1 + ROUNDS):
         optimizer.zero_grad(set_to_none=False)
-        loss = timed("forward", lambda: next_token_loss(model(inputs_of(tokens)).logits, tokens))
+        loss = timed("forward", lambda: next_token_loss(model(**inputs_of(tokens)).logits, tokens))
         timed("backward", loss.backward)
         timed("optimizer", optimizer.step)
     # The first round makes gradients and states.

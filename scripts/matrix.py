@@ -3,6 +3,7 @@ docs/versions.md.
 
     python scripts/matrix.py                        every combination that has no result yet
     python scripts/matrix.py deepspeed-0.18.9 ...   those, again
+    python scripts/matrix.py --tree FOLDER          a tree of Megatron-LM, under the name of its folder
 
 A release is installed beside the environment, not into it: ``pip install --target`` into .cache/matrix, first on the
 Python path of the tests, unless it is the environment's own. Everything else is the environment's. Another Python needs
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,15 @@ TESTS = {
 #: Of tests/distributed/cases, over two ranks.
 CASES = {
     "deepspeed": "release_deepspeed",
-    "megatron-core": "release_megatron,megatron,megatron_precision",
+    "megatron-core": "release_megatron,megatron,megatron_precision,megatron_checkpoints,megatron_experts,megatron_fsdp,"
+    "megatron_offload",
 }
+#: With all of their settings.
+EXHAUSTIVE = ("deepspeed",)
+
+#: Rows of what has no release.
+TREE = "Megatron-LM"
+CASES[TREE] = CASES["megatron-core"]
 
 
 def install(name: str, version: str) -> Path:
@@ -67,19 +76,26 @@ def install(name: str, version: str) -> Path:
     return folder
 
 
-def run(name: str, version: str) -> dict[str, Any]:
+def run(name: str, version: str, tree: Path | None = None) -> dict[str, Any]:
     """How many tests of one combination pass, and which fail."""
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if version != _installed(name):
+    torch = version if name == "torch" else _installed("torch")
+    if tree is not None:
+        variables.update(ALTO_MEGATRON_LM=str(tree), PYTHONPATH=os.pathsep.join([str(ROOT), str(tree)]))
+    elif version != _installed(name):
         overlay = str(install(name, version))
         variables.update(ALTO_OVERLAY=overlay, PYTHONPATH=os.pathsep.join([overlay, str(ROOT)]))
     variables["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    if name == "torch":  # each has a Triton of its own
+        path = [] if version == _installed(name) else [str(CACHE / f"{name}-{version}")]
+        triton = _installed("triton", path) or "none"
+        torch = f"{torch}, Triton {triton}"
     passed, failed = (run_cases if name in CASES else run_files)(name, version, variables)
     return {
         "passed": passed,
         "failed": failed,
         "python": PYTHON,
-        "torch": version if name == "torch" else _installed("torch"),
+        "torch": torch,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
@@ -87,18 +103,18 @@ def run(name: str, version: str) -> dict[str, Any]:
 def run_cases(name: str, version: str, variables: dict[str, str]) -> tuple[int, list[str]]:
     """The cases over two ranks: how many passed, and the names of the others."""
     sys.path.insert(0, str(ROOT))
-    os.environ["EXHAUSTIVE"] = "1"  # all cells, as these modules are imported here and on the ranks
-    from tests.helpers.cases import Launch
+    from tests.helpers import cases
     from tests.helpers.launcher import SKIPPED
     from tests.helpers.launcher import run as run_ranks
 
-    del os.environ["EXHAUSTIVE"]  # test files of other combinations do without
+    cases.EXHAUSTIVE = name in EXHAUSTIVE  # here, and by the variable on the ranks
+    variables = {**variables, "EXHAUSTIVE": "1" if cases.EXHAUSTIVE else ""}
 
     folder = CACHE / f"ranks-{name}-{version}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    launch = Launch(CASES[name], 2, "cpu")
-    outcomes = run_ranks(launch, [*launch.cases()], folder, timeout=3600, EXHAUSTIVE="1", **variables)
+    launch = cases.Launch(CASES[name], 2, "cpu")
+    outcomes = run_ranks(launch, [*launch.cases()], folder, timeout=3600, **variables)
     outcomes = {case: problem for case, problem in outcomes.items() if not (problem or "").startswith(SKIPPED)}
     failed = {case: problem for case, problem in outcomes.items() if problem}
     (CACHE / f"{name}-{version}.log").write_text("\n\n".join(f"{case}\n{why}" for case, why in failed.items()))
@@ -119,13 +135,12 @@ def run_files(name: str, version: str, variables: dict[str, str]) -> tuple[int, 
     return len(cases) - len(bad) - sum(c.find("skipped") is not None for c in cases), bad
 
 
-def _installed(name: str) -> str:
+def _installed(name: str, path: Sequence[str] = ()) -> str:
+    """The version of a distribution in a folder of ``path``, or else in the environment; "" if there is none."""
     import importlib.metadata
 
-    try:
-        return importlib.metadata.version(name).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    found = importlib.metadata.distributions(name=name, path=[*path, *sys.path])
+    return next((one.version.partition("+")[0] for one in found), "")
 
 
 #: Around the table in docs/versions.md.
@@ -171,6 +186,7 @@ def every() -> dict[str, tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("combinations", nargs="*", metavar="NAME-VERSION", help="like deepspeed-0.18.9")
+    parser.add_argument("--tree", type=Path, metavar="FOLDER", help="a tree of Megatron-LM, such as Megatron-LM/main")
     parser.add_argument("--keep", action="store_true", help="keep the folders of torch, 3 GB each")
     options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -178,9 +194,11 @@ def main() -> None:
     if unknown:
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(every())}")
     done = {release.replace(" ", "-") for release, python in rows() if python == minor(PYTHON)}
-    for chosen in options.combinations or [key for key in every() if key not in done]:
-        name, version = every()[chosen]
-        outcome = run(name, version)
+    chosen_or_missing = options.combinations or [key for key in every() if key not in done]
+    trees = [options.tree.resolve()] if options.tree else []
+    for chosen in [tree.name for tree in trees] or chosen_or_missing:
+        name, version = (TREE, chosen) if trees else every()[chosen]
+        outcome = run(name, version, *trees)
         add_row(name, version, outcome)
         failed = outcome["failed"]
         print(f"{chosen}: {outcome['passed']} passed, {len(failed)} failed", *failed[:5], flush=True)

@@ -102,14 +102,25 @@ class _CudaIsCpu(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and is_unconcerned(func, args):
+            return func(*args)
         # Pinning memory needs a GPU to pin it for. There copies from it run beside the host, which must wait for them.
         kwargs = {name: _cpu_for_cuda(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         result = func(*map(_cpu_for_cuda, args), **kwargs)
-        if func == torch.Tensor.type and isinstance(result, str):
+        if func == TYPE_OF_TENSOR and isinstance(result, str):
             # The optimizers sort parameters by the names of their tensor types, and know those of CUDA alone. On a GPU
             # the names are these.
             return result.replace("torch.", "torch.cuda.", 1)
         return result
+
+
+TYPE_OF_TENSOR = torch.Tensor.type
+_NAMES_OF_DEVICES = frozenset((str, torch.device))
+
+
+def is_unconcerned(func: Any, args: Any) -> bool:
+    """Whether no argument may be a device, and the result has nothing to do with one. Most calls are such."""
+    return _NAMES_OF_DEVICES.isdisjoint(map(type, args)) and func != TYPE_OF_TENSOR
 
 
 def _cpu_for_cuda(value: Any) -> Any:

@@ -208,7 +208,7 @@ def _zero3(shapes: Shapes, ranks: int, rank: int, sub_group: int = 10**9) -> dic
 
 
 def _megatron_groups(ranks: int, rank: int, tensor: int, pipeline: int) -> tuple[Any, Any]:
-    """Tensor-parallel ranks are neighbours, then data-parallel ones, as in Megatron."""
+    """Tensor-parallel ranks are neighbors, then data-parallel ones, as in Megatron."""
     data = ranks // (tensor * pipeline)
     first = rank // (tensor * data) * (tensor * data)
     within = rank % tensor

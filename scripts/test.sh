@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks: lint, format, types, tests. Arguments go to pytest: scripts/test.sh -k layout -m "not slow"
+# All checks: lint, format, types, who imports whom, tests. Arguments go to pytest: scripts/test.sh -k layout -m "not slow"
 #
 #   scripts/test.sh --device cuda      the tests over ranks on GPUs and NCCL instead, and a report to paste into an issue
 #   scripts/test.sh --device pretend   the same on an accelerator that is not there (tests/helpers/pretend)
@@ -24,13 +24,23 @@ if [ "${1:-}" = --device ]; then
     tail -n 1 .cache/device-report
     exit "$status"
 fi
-"$PY" -m ruff check .
-"$PY" -m ruff format --check --quiet .
-"$PY" -m mypy
-# Who may import whom: the contracts in pyproject.toml. The tool needs Python 3.11.
-linter=$(dirname "$PY")/lint-imports
-if [ -x "$linter" ]; then
-    contracts=$("$linter" 2>&1) || { printf '%s\n' "$contracts" && exit 1; }
-fi
+# Static checks run beside the tests, on the core that these leave idle. What they say is shown after the tests, if they fail.
+static_checks() {
+    "$PY" -m ruff check . && "$PY" -m ruff format --check --quiet . && "$PY" -m mypy || return
+    # Who may import whom: the contracts in pyproject.toml. The tool needs Python 3.11.
+    local linter
+    linter=$(dirname "$PY")/lint-imports
+    if [ -x "$linter" ]; then "$linter"; else echo "import contracts are not checked: $linter is missing"; fi
+}
+mkdir -p .cache
+static_checks >.cache/static-checks 2>&1 &
+checks=$!
 # By file, and some by test function: a launch of ranks serves many tests. The longest first, as tests/conftest.py says.
-"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@"
+status=0
+"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
+if ! wait "$checks"; then
+    cat .cache/static-checks
+    status=1
+fi
+grep "are not checked" .cache/static-checks || true
+exit "$status"
