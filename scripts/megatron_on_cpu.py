@@ -30,10 +30,11 @@ import os
 import sys
 import time
 import typing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from alto_distributed.import_hooks import AfterImport
 
@@ -59,8 +60,7 @@ def install() -> None:
     _devices()
     _random_numbers()
     _streams()
-    moe, again = "megatron.core.transformer.moe.moe_utils", "megatron.core.tensor_parallel.random"
-    sys.meta_path.insert(0, AfterImport({moe: _experts, again: devices_of_recomputation}))
+    sys.meta_path.insert(0, AfterImport({"megatron.core.transformer.moe.moe_utils": _experts}))
 
 
 def install_for_pretraining() -> None:
@@ -95,34 +95,6 @@ def norms_for_sequence_parallel() -> None:
 # -- devices and types -------------------------------------------------------------------------------------
 
 
-class _CudaIsCpu(TorchFunctionMode):
-    """Every call that asks for the device "cuda", by name or by argument, gets the CPU.
-
-    On a GPU: tensors there, and errors where host and device meet. tests/helpers/pretend/megatron.py has those rules.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and is_unconcerned(func, args):
-            return func(*args)
-        # Pinning memory needs a GPU to pin it for. There copies from it run beside the host, which must wait for them.
-        kwargs = {name: _cpu_for_cuda(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        result = func(*map(_cpu_for_cuda, args), **kwargs)
-        if func == TYPE_OF_TENSOR and isinstance(result, str):
-            # The optimizers sort parameters by the names of their tensor types, and know those of CUDA alone. On a GPU
-            # the names are these.
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
-
-
-TYPE_OF_TENSOR = torch.Tensor.type
-_NAMES_OF_DEVICES = frozenset((str, torch.device))
-
-
-def is_unconcerned(func: Any, args: Any) -> bool:
-    """Whether no argument may be a device, and the result has nothing to do with one. Most calls are such."""
-    return _NAMES_OF_DEVICES.isdisjoint(map(type, args)) and func != TYPE_OF_TENSOR
-
-
 def _cpu_for_cuda(value: Any) -> Any:
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
@@ -131,8 +103,47 @@ def _cpu_for_cuda(value: Any) -> Any:
     return value
 
 
+def rename_devices(rename: Callable[[Any], Any], prefix: str, without: Sequence[str] = ()) -> None:
+    """Have all functions that make or move tensors ask for another device.
+
+    A mode of torch functions would do the same, at a cost for every call, and not in backward passes.
+
+    Args:
+        rename: of each argument, what is given instead.
+        prefix: of the names of tensor types. Megatron's optimizers sort parameters by these, and know those of CUDA
+            alone. On a GPU the names are these.
+        without: arguments by name that are left out.
+    """
+
+    def renamed(function: Any) -> Any:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs = {name: rename(value) for name, value in kwargs.items() if name not in without}
+            return function(*map(rename, args), **kwargs)
+
+        return called
+
+    makers = {function.__name__ for function in _device_constructors()}
+    for name in [name for name in vars(torch) if name in makers or name.endswith("_like")]:
+        setattr(torch, name, renamed(getattr(torch, name)))
+    for name in [name for name in dir(torch.Tensor) if name == "to" or name.startswith("new_")]:
+        setattr(torch.Tensor, name, renamed(getattr(torch.Tensor, name)))
+    type_of = torch.Tensor.type
+
+    def type_of_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(self, *args, **kwargs)
+        return result.replace(prefix, "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = type_of_tensor
+
+
 def _devices() -> None:
-    _CudaIsCpu().__enter__()  # for the rest of the process
+    """Every call that asks for the device "cuda", by name or by argument, gets the CPU.
+
+    On a GPU: tensors there, and errors where host and device meet. tests/helpers/pretend/megatron.py has those rules.
+    """
+    # Pinning memory needs a GPU to pin it for. There copies from it run beside the host, which must wait for them.
+    rename_devices(_cpu_for_cuda, "torch.", without=("pin_memory",))
     # Megatron allocates on "the current device" everywhere. On a GPU: a number, which the program must have set before.
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.set_device = lambda device: None
@@ -263,25 +274,6 @@ def _index_builder_of_the_wheel() -> None:
 
 
 # -- Megatron itself ---------------------------------------------------------------------------------------
-
-
-def devices_of_recomputation(mode: type[TorchFunctionMode] = _CudaIsCpu) -> None:
-    """Autograd leaves the modes of torch functions behind, and in a backward pass layers may be computed again.
-
-    On a GPU: there is no mode, and "cuda" is what it says.
-
-    Args:
-        mode: what says which device "cuda" is.
-    """
-    from megatron.core.tensor_parallel.random import CheckpointFunction
-
-    backward = CheckpointFunction.backward
-
-    def with_our_devices(ctx: Any, *grads: Any) -> Any:
-        with mode():
-            return backward(ctx, *grads)
-
-    CheckpointFunction.backward = staticmethod(with_our_devices)
 
 
 def names_of_transformer_engine() -> None:
