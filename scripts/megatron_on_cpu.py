@@ -115,19 +115,25 @@ def rename_devices(rename: Callable[[Any], Any], prefix: str, without: Sequence[
         without: arguments by name that are left out.
     """
 
-    def renamed(function: Any) -> Any:
+    def numbered(value: Any) -> Any:
+        return rename(torch.device("cuda", value) if type(value) is int else value)
+
+    def renamed(function: Any, first: Callable[[Any], Any] = rename) -> Any:
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: rename(value) for name, value in kwargs.items() if name not in without}
-            return function(*map(rename, args), **kwargs)
+            if "device" in kwargs:
+                kwargs["device"] = numbered(kwargs["device"])
+            return function(*args[:1], *map(first, args[1:2]), *map(rename, args[2:]), **kwargs)
 
         return called
 
     makers = {function.__name__ for function in _device_constructors()}
     for name in [name for name in vars(torch) if name in makers or name.endswith("_like")]:
         setattr(torch, name, renamed(getattr(torch, name)))
-    for name in [name for name in dir(torch.Tensor) if name == "to" or name.startswith("new_")]:
+    for name in [name for name in dir(torch.Tensor) if name.startswith("new_")]:
         setattr(torch.Tensor, name, renamed(getattr(torch.Tensor, name)))
+    torch.Tensor.to = renamed(torch.Tensor.to, first=numbered)
     type_of = torch.Tensor.type
 
     def type_of_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -144,8 +150,8 @@ def _devices() -> None:
     """
     # Pinning memory needs a GPU to pin it for. There copies from it run beside the host, which must wait for them.
     rename_devices(_cpu_for_cuda, "torch.", without=("pin_memory",))
-    # Megatron allocates on "the current device" everywhere. On a GPU: a number, which the program must have set before.
-    torch.cuda.current_device = lambda: _CPU
+    # Megatron allocates on "the current device" everywhere. On a GPU: the number that the program must have set before.
+    torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = lambda device: None
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_, **__: self

@@ -43,6 +43,7 @@ def install():
     # Every call that asks for the device "cuda", by name or by argument, gets this one.
     megatron_on_cpu.rename_devices(_renamed, f"torch.{NAME}.")
     torch.Tensor.is_cuda = property(lambda self: self.device.type == NAME)
+    dist.Backend.backend_capability["gloo"].append(NAME)  # as it has CUDA's
     dist.init_process_group = _nccl_is_pretend(dist.init_process_group)
     dist.new_group = _nccl_is_pretend(dist.new_group)
     names = megatron_on_cpu.names_of_transformer_engine
