@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("tokenizers")
 
 from alto_distributed import ALTO
-from alto_distributed.deepspeed import checkpoint, universal
+from alto_distributed.deepspeed import loadable, universal
 from alto_distributed.pretrain.checkpoint import safe_load
 from alto_distributed.pretrain.data import tokenizer
 from tests.helpers.cases import EXHAUSTIVE
@@ -219,10 +219,10 @@ GLOBALS = {
 
 def looked_at(zero):
     """What is done with the globals of a universal checkpoint before anything of it is loaded."""
-    saved = checkpoint._saved_globals(zero)
+    saved = loadable.saved_globals(zero)
     groups = ALTO([torch.nn.Parameter(torch.ones(3))]).param_groups
-    checkpoint._refuse_groups(groups, saved["param_groups"], "ALTO")
-    checkpoint._needed(groups[0], saved["param_groups"][0])
+    loadable._refuse_groups(groups, saved["param_groups"], "ALTO")
+    loadable.needed_states(groups[0], saved["param_groups"][0])
     return saved
 
 

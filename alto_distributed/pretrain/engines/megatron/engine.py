@@ -251,7 +251,8 @@ def _device() -> torch.device:
         # Modulo: some schedulers show each task its own GPU only, as number 0.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
-        return torch.empty(0, device=torch.cuda.current_device()).device  # a number is that of an accelerator
+        # A number is that of an accelerator.
+        return torch.empty(0, dtype=torch.float32, device=torch.cuda.current_device()).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             "Megatron needs CUDA. To try it on CPUs, start through the shims of this repository: "
