@@ -8,8 +8,8 @@ A case is a function ``case_*`` in a module of tests/distributed/cases, with dec
     def case_something(setting, directory):    # asks by name for what it needs
 
 Importing a module of cases may import DeepSpeed or Megatron, which takes seconds. So ids are read from the source: the
-tables that ``each`` names must be dicts with plain strings as keys, or tuples of plain values, at the top of a module.
-Ranks check that what was read is what there is.
+tables that ``each`` names must be dicts with plain strings as keys, or tuples of plain values, at the top of the module
+or of one of tests/helpers that it imports them from. Ranks check that what was read is what there is.
 """
 
 import ast
@@ -21,8 +21,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 
-#: The package of the modules of cases, which are named without it.
-CASES = "tests.distributed.cases"
+#: The package of the modules of cases, which are named without it, and that of what they share, which are not.
+CASES, HELPERS = "tests.distributed.cases", "tests.helpers"
 
 #: Also what two cores have no time for in everyday runs: variations of what is tested anyway.
 EXHAUSTIVE = bool(os.environ.get("EXHAUSTIVE"))
@@ -182,7 +182,8 @@ def _device():
 
 @functools.cache
 def _source(module):
-    return ast.parse((REPO / CASES.replace(".", "/") / f"{module}.py").read_text()).body
+    name = module if module.startswith(HELPERS) else f"{CASES}.{module}"
+    return ast.parse((REPO / f"{name.replace('.', '/')}.py").read_text()).body
 
 
 @functools.cache
@@ -254,7 +255,7 @@ def _assigned(module, name):
     for node in _source(module):
         if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
             return module, node.value
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(HELPERS):
             for imported in node.names:
                 if name == (imported.asname or imported.name):
                     return _assigned(node.module, imported.name)

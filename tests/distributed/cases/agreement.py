@@ -12,8 +12,7 @@ from alto_distributed.pretrain.runtime.same_settings import same_settings
 from alto_distributed.sharding.agreement import require_agreement
 from tests.helpers import devices
 from tests.helpers.cases import each, worlds
-
-from .sharded import HYPER, sharded_network
+from tests.helpers.sharded import HYPER, sharded_network
 
 
 def step(optimizer):

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from alto_distributed import ALTO, E, adopt, param_groups
 from tests.helpers import devices
 from tests.helpers.cases import after, each, worlds
-
-from .sharded import HYPER, assert_same, assert_straddles, full, network, sharded_network, train
+from tests.helpers.sharded import HYPER, assert_same, assert_straddles, full, network, sharded_network, train
 
 MAKERS = {
     "alto": lambda m: ALTO(param_groups(m, 1e-2), **HYPER),

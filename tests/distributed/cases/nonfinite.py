@@ -11,8 +11,7 @@ from alto_distributed import ALTO, LogicalParameter, ShardLayout, param_groups
 from alto_distributed.nonfinite import SkippedSteps
 from tests.helpers import devices
 from tests.helpers.cases import each, worlds
-
-from .sharded import HYPER, batches, full, network, sharded_network
+from tests.helpers.sharded import HYPER, batches, full, network, sharded_network
 
 
 def everything(optimizer):

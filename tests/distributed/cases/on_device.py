@@ -17,8 +17,7 @@ from alto_distributed.kernels.triton import step as triton_step
 from alto_distributed.sharding import collective
 from tests.helpers import devices, pretend
 from tests.helpers.cases import each, worlds
-
-from .sharded import HYPER, TIGHT, network, reference_run, sharded_network, train
+from tests.helpers.sharded import HYPER, TIGHT, network, reference_run, sharded_network, train
 
 # -- the device itself -------------------------------------------------------------------------------------
 

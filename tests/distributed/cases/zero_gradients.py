@@ -9,8 +9,7 @@ from tests.helpers import devices, routed
 from tests.helpers.cases import worlds
 from tests.helpers.oracle import PaperALTO
 from tests.helpers.releases import need_torch
-
-from .sharded import HYPER, assert_same, full
+from tests.helpers.sharded import HYPER, assert_same, full
 
 
 def trained(model, *, sliced):
