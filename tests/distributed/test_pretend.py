@@ -9,7 +9,7 @@ from tests.helpers.processes import run
 
 CORE = "on_device,sharded,nonfinite,agreement"
 CHECKPOINTS = "checkpoints"
-ZERO = "zero,on_device_deepspeed,nonfinite_deepspeed"
+ZERO = "zero,zero_settings,zero_refusals,on_device_deepspeed,nonfinite_deepspeed"
 ZERO_CHECKPOINTS = "zero_checkpoints"
 MEGATRON = ",".join(f"megatron{name}" for name in ("_on_device", "", "_parallel", "_program", "_overlap", "_offload"))
 MEGATRON_MORE = "megatron_precision,nonfinite_megatron,agreement_megatron,megatron_checkpoints"

@@ -5,8 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.cases import each, worlds
-
-from .zero import PARAMS, Net, config, network
+from tests.helpers.zero import PARAMS, Net, config, network
 
 
 class Renamed(Net):

@@ -16,10 +16,9 @@ from alto_distributed.deepspeed.checkpoint import ONLY_DATA
 from alto_distributed.pretrain import trainer as loop
 from alto_distributed.pretrain.checkpoint import manifest
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
+from tests.helpers import damage, skips
 from tests.helpers.cases import worlds
-
-from . import damage, skips
-from .pretrain_deepspeed import advance, assert_same, engine_of, run_of, weights
+from tests.helpers.pretrain_deepspeed import advance, assert_same, engine_of, run_of, weights
 
 SHARD = "saved/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 OTHER = "saved/zero_pp_rank_0_mp_rank_00_optim_states.pt"

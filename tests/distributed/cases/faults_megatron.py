@@ -16,9 +16,8 @@ from alto_distributed.pretrain.engines.megatron import engine as pretrain  # iso
 from alto_distributed.pretrain.checkpoint import manifest
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.pretrain.config.settings import parse
+from tests.helpers import damage, skips
 from tests.helpers.cases import worlds
-
-from . import damage, skips
 
 SHARD, OTHER = "__1_0.distcp", "__0_0.distcp"
 

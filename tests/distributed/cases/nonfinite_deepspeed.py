@@ -13,8 +13,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from alto_distributed.deepspeed.layout import LayoutBuilder
 from tests.helpers.cases import each, worlds
-
-from .zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
+from tests.helpers.zero import PARAMS, batches, config, loss_of, network, running, trainable, weights
 
 BF16 = {"bf16": {"enabled": True}}
 #: A scale that stays: a dynamic one is another after a skipped step, and with it the last digits of gradients.

@@ -10,8 +10,19 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from alto_distributed import ALTO
 from tests.helpers import devices, pretend
 from tests.helpers.cases import each, worlds
-
-from .zero import PARAMS, batches, config, largest_gap, loss_of, network, reference, running, same_bits, train, weights
+from tests.helpers.zero import (
+    PARAMS,
+    batches,
+    config,
+    largest_gap,
+    loss_of,
+    network,
+    reference,
+    running,
+    same_bits,
+    train,
+    weights,
+)
 
 BF16 = {"bf16": {"enabled": True}}
 

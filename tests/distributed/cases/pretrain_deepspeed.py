@@ -4,7 +4,6 @@ bit, and goes on from its checkpoints as if it had never stopped.
 World 1 loads what world 2 saved.
 """
 
-import contextlib
 import json
 import math
 import shutil
@@ -15,89 +14,29 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param
 
 from alto_distributed.errors import Diverged
 from alto_distributed.pretrain import optimizers
 from alto_distributed.pretrain.batch_size import batch_size
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
 from alto_distributed.pretrain.config.settings import parse
-from alto_distributed.pretrain.engines.deepspeed import engine as pretrain
 from alto_distributed.pretrain.model import build_model, inputs_of, next_token_loss
 from tests.helpers import devices
-from tests.helpers.cases import REPO, after, each, worlds
+from tests.helpers.cases import after, each, worlds
+from tests.helpers.pretrain_deepspeed import (
+    BATCH,
+    VOCABULARY,
+    advance,
+    assert_same,
+    engine_of,
+    mine,
+    rate,
+    run_of,
+    tokens_of,
+    weights,
+)
 
-# Half precision runs on any CPU in torch; DeepSpeed asks for hardware support, which this is not about.
-get_accelerator().is_fp16_supported = lambda: True
-
-BATCH, SEQUENCE, VOCABULARY = 16, 12, 61
-LR = {"alto": 0.04, "lamb": 0.04, "adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "adabelief": 1e-3, "ademamix": 1e-3}
-LR |= dict.fromkeys(("muon", "mars", "soap"), 1e-3)
 STAGES = (1, 2, 3)
-
-
-def run_of(stage=2, *, precision="fp32", micro=4, dropout=0.0, name="alto", diagnostics=0, json_file=None, **options):
-    config = REPO / f"configs/deepspeed/pretrain-stage{stage}.json" if json_file is None else json_file
-    shape = {"layers": 2, "hidden": 24, "heads": 3, "sequence": SEQUENCE, "vocabulary": VOCABULARY, "dropout": dropout}
-    training = {"global_batch": BATCH, "micro_batch": micro, "precision": precision, "clip": 1.0, "seed": 7}
-    return parse(
-        {
-            "model": shape,
-            "training": {"iterations": 100, **training},
-            "optimizer": {"name": name, "lr": 123.0, "weight_decay": 0.1, "options": options},
-            "deepspeed": {"config": str(config) if stage else ""},
-            "logs": {"diagnostics_every": diagnostics},
-        }
-    )
-
-
-def tokens_of(step, samples=BATCH):
-    """The global batch of a step."""
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randint(0, VOCABULARY, (samples, SEQUENCE + 1), generator=generator)
-
-
-def mine(tokens, micro):
-    """This rank's micro-batches of it."""
-    return list(tokens.chunk(dist.get_world_size())[dist.get_rank()].split(micro))
-
-
-@contextlib.contextmanager
-def engine_of(run):
-    engine = pretrain.build(run)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def advance(engine, run, start, stop, repeated=False):
-    """Steps with a rate that changes; (loss, norm) of each."""
-    out = []
-    for step in range(start, stop):
-        batch = mine(tokens_of(0 if repeated else step), run.training.micro_batch)
-        result = engine.train(batch, rate(run, step))
-        assert not result.skipped
-        # DeepSpeed clips at stage 0 in float32 without saying what the norm was.
-        assert math.isfinite(result.grad_norm) == bool(run.deepspeed.config)
-        assert set(result.seconds) == {"forward", "backward", "optimizer"}
-        out.append((result.loss, result.grad_norm))
-    return out
-
-
-def rate(run, step):
-    return LR[run.optimizer.name] * (1 + step % 3)
-
-
-def weights(engine):
-    """Whole float32 weights by name; DeepSpeed's master copies if there are any."""
-    out = {}
-    for name, p in engine._engine.module.named_parameters():
-        if engine._engine.zero_optimization():
-            out[name] = safe_get_full_fp32_param(p).cpu().clone()
-        else:
-            out[name] = p.detach().float().cpu().clone()
-    return out
 
 
 def unsharded(run, steps, sizes=None, then=(None, None), parts=1):
@@ -142,12 +81,6 @@ def gap(got, expected, start):
     assert got.keys() == expected.keys()
     assert went > 0
     return (apart / went).sqrt().item()
-
-
-def assert_same(label, got, expected):
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(got[key], value), f"{label}: {key} differs by {(got[key] - value).abs().max():.1e}"
 
 
 # -- two ranks -------------------------------------------------------------------------------------------

@@ -10,22 +10,9 @@ import torch.distributed as dist
 
 from tests.helpers.cases import each, worlds
 from tests.helpers.releases import DEEPSPEED
-
-from .zero import (
-    FLOAT32_CELLS,
-    LOW_CELLS,
-    config,
-    float32_gap,
-    low_config,
-    low_precision_gap,
-    masters,
-    network,
-    running,
-    train,
-    trainable,
-)
-from .zero_checkpoints import UNIVERSAL_CELLS, check_conversion, engine_for, place, train_and_save
-from .zero_universal import goes_on
+from tests.helpers.zero import config, masters, network, running, train, trainable
+from tests.helpers.zero_checkpoints import UNIVERSAL_CELLS, check_conversion, engine_for, goes_on, place, train_and_save
+from tests.helpers.zero_parity import FLOAT32_CELLS, LOW_CELLS, float32_gap, low_config, low_precision_gap
 
 #: What everyday runs take. The oldest release gets contiguous_gradients wrong.
 SOME = {

@@ -8,8 +8,7 @@ from alto_distributed import ALTO
 from alto_distributed.deepspeed.build import split_bare_parameters
 from tests.helpers import routed
 from tests.helpers.cases import each, worlds
-
-from .zero import PARAMS, config, running, weights
+from tests.helpers.zero import PARAMS, config, running, weights
 
 
 @worlds(2)

@@ -8,8 +8,7 @@ import torch
 
 from alto_distributed import ALTO
 from tests.helpers.cases import after, each, worlds
-
-from .zero import PARAMS, batches, config, loss_of, masters, network, running, trainable
+from tests.helpers.zero import PARAMS, batches, config, loss_of, masters, network, running, trainable
 
 STEPS = 40
 #: Updates of most weights are below half of their last place.

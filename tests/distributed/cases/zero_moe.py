@@ -5,54 +5,19 @@ import functools
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
-from torch import nn
 
 import alto_distributed.deepspeed  # noqa: F401
 from tests.helpers.cases import each, worlds
-
-from .zero import batches, config, loss_of, running, trainable
-
-
-class Net(nn.Module):
-    """Every token is kept, so that routing depends on nothing but the weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        expert = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
-        self.moe = MoE(6, expert, num_experts=2, ep_size=2, k=1, drop_tokens=False, use_rts=False)
-        self.head = nn.Linear(6, 11)
-
-    def forward(self, x):
-        h = self.embed(x)
-        mixed, _, _ = self.moe(h)
-        return self.head(h + mixed)
-
-
-def build():
-    torch.manual_seed(11 + dist.get_rank() % 2)  # ranks 0 and 2 hold one expert, 1 and 3 the other
-    model = Net()
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "experts" not in name:
-                p.copy_(torch.randn(p.shape) * 0.3)
-    return model
-
-
-def take(engine, step):
-    for x, y in step:
-        engine.backward(loss_of(engine(x.chunk(4)[dist.get_rank()]), y.chunk(4)[dist.get_rank()]))
-        engine.step()
+from tests.helpers.zero import batches, config, running, trainable
+from tests.helpers.zero_parallel import expert_network, step_on_four_ranks
 
 
 @functools.cache
 def train(stage):
-    model = build()
+    model = expert_network()
     with running(model, config({"stage": stage} if stage else None)) as engine:
         for step in batches():
-            take(engine, step)
+            step_on_four_ranks(engine, step)
         out = {}
         for name, p in trainable(model).items():
             with deepspeed.zero.GatheredParameters([p]):

@@ -20,8 +20,7 @@ from alto_distributed import ALTO
 from alto_distributed.deepspeed import nvme
 from alto_distributed.deepspeed.layout import LayoutBuilder
 from tests.helpers.cases import EXHAUSTIVE, each, worlds
-
-from .zero import BF16, PARAMS, config, running, shifted
+from tests.helpers.zero import BF16, PARAMS, config, running, shifted
 
 WIDTH = 512
 PIPELINED = {"pipeline_read": True, "pipeline_write": True}

@@ -9,17 +9,23 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from alto_distributed import ALTO
 from alto_distributed.deepspeed.universal import convert
 from tests.helpers.cases import after, each, worlds
-
-from . import zero_moe, zero_tensor
-from .zero import BF16, FP16, batches, config, loss_of, running, trainable
-from .zero_checkpoints import AFTER, BEFORE, assert_same, on_rank_0, place
-from .zero_pipeline import ACCUMULATION, Block, Embed, fill, head
+from tests.helpers.zero import BF16, FP16, batches, config, loss_of, running, trainable
+from tests.helpers.zero_checkpoints import AFTER, BEFORE, assert_same, on_rank_0, place
+from tests.helpers.zero_parallel import (
+    ACCUMULATION,
+    TENSOR_PARALLEL,
+    expert_network,
+    glued,
+    pipeline,
+    step_on_four_ranks,
+    tensor_parallel_network,
+    whole_weights,
+)
 
 
 def shift(model):
@@ -70,21 +76,12 @@ def resumes(build, advance, folder, changed=shift):
 # -- pipelines -----------------------------------------------------------------------------------------
 
 
-def pipeline(stages, change=lambda model: model):
-    layers = [TiedLayerSpec("embed", Embed, tied_weight_attr="weight"), *[LayerSpec(Block)] * 3]
-    layers += [TiedLayerSpec("embed", Embed, forward_fn=head, tied_weight_attr="weight")]
-    module = PipelineModule(layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform")
-    for name, p in module.named_parameters():
-        fill(name, p)
-    return change(module)
-
-
 @contextlib.contextmanager
 def pipelined(stages, change=lambda model: model, precision=(), **more):
     deepspeed.init_distributed("gloo")
     ds_config = config({"stage": 1}, accumulation=ACCUMULATION, **dict(precision), **more)
     ds_config["train_micro_batch_size_per_gpu"] = 8 // (dist.get_world_size() // stages)
-    with running(pipeline(stages, change), ds_config) as engine:
+    with running(change(pipeline(stages)), ds_config) as engine:
         yield engine
 
 
@@ -157,10 +154,10 @@ def assert_close(got, expected, tolerance=1e-6):
 
 @contextlib.contextmanager
 def tensor_parallel(stage, change=lambda model: model, parallel=2, **more):
-    cut = {"tensor_parallel": zero_tensor.TENSOR_PARALLEL} if parallel > 1 else {}
+    cut = {"tensor_parallel": TENSOR_PARALLEL} if parallel > 1 else {}
     ds_config = config({"stage": stage} if stage else None, **cut, **more)
     ds_config["train_micro_batch_size_per_gpu"] = 8 // (dist.get_world_size() // parallel)
-    with running(change(zero_tensor.build()), ds_config) as engine:
+    with running(change(tensor_parallel_network()), ds_config) as engine:
         yield engine
 
 
@@ -186,9 +183,9 @@ def case_tensor_parallel_is_converted(directory, label, setting):
     with tensor_parallel(setting) as engine:
         advance_tensor_parallel(engine, 0, BEFORE)
         engine.save_checkpoint(folder, tag="saved")
-        at_save = zero_tensor.glued(whole(engine), lambda name: name.rpartition(" ")[0])
+        at_save = glued(whole(engine), lambda name: name.rpartition(" ")[0])
         advance_tensor_parallel(engine, BEFORE, BEFORE + AFTER)
-        at_end = zero_tensor.whole(engine)
+        at_end = whole_weights(engine)
     on_rank_0(convert, folder / "saved", folder / "universal")
     if dist.get_rank() == 0:
         torch.save((at_save, at_end), folder / "pictures.pt")
@@ -215,13 +212,13 @@ def case_from_tensor_to_data_parallel(directory, label, setting):
 
 @contextlib.contextmanager
 def experts(stage, change=lambda model: model):
-    with running(change(zero_moe.build()), config({"stage": stage} if stage else None)) as engine:
+    with running(change(expert_network()), config({"stage": stage} if stage else None)) as engine:
         yield engine
 
 
 def advance_experts(engine, start, stop):
     for step in list(batches(stop))[start:]:
-        zero_moe.take(engine, step)
+        step_on_four_ranks(engine, step)
 
 
 @worlds(4)

@@ -1,51 +1,16 @@
 """DeepSpeed's pipeline engine, with an embedding tied across stages."""
 
-import zlib
-
 import deepspeed
 import pytest
-import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import alto_distributed.deepspeed  # noqa: F401
 from alto_distributed import ALTO
 from alto_distributed.deepspeed.build import split_bare_parameters
 from tests.helpers.cases import each, worlds
-
-from .zero import PARAMS, batches, config, loss_of
-
-ACCUMULATION = 2
-
-
-class Embed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(11, 6))
-
-    def forward(self, x):
-        return nn.functional.embedding(x, self.weight)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 13), nn.Linear(13, 6)
-
-    def forward(self, h):
-        return h + self.down(torch.tanh(self.up(h)))
-
-
-def head(module, h):
-    return nn.functional.linear(h, module.weight)
-
-
-def fill(name, p):
-    """Weights that follow from a parameter's name, so that stages and the reference start alike."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    with torch.no_grad():
-        p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+from tests.helpers.zero import PARAMS, batches, config, loss_of
+from tests.helpers.zero_parallel import ACCUMULATION, Block, Embed, fill, head, pipeline
 
 
 class Reference(nn.Module):
@@ -77,16 +42,6 @@ def reference(clip):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return dict(model.named_parameters())
-
-
-def pipeline():
-    layers = [TiedLayerSpec("embed", Embed, tied_weight_attr="weight")]
-    layers += [LayerSpec(Block), LayerSpec(Block), LayerSpec(Block)]
-    layers += [TiedLayerSpec("embed", Embed, forward_fn=head, tied_weight_attr="weight")]
-    module = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
-    for name, p in module.named_parameters():
-        fill(name, p)
-    return module
 
 
 SETTINGS = {

@@ -15,8 +15,7 @@ from alto_distributed import ALTO
 from alto_distributed.deepspeed import refuse
 from alto_distributed.deepspeed.build import split_bare_parameters
 from tests.helpers.cases import each, worlds
-
-from .zero import PARAMS, assert_straddles, batches, config, largest_gap, network, running, weights
+from tests.helpers.zero import PARAMS, assert_straddles, batches, config, largest_gap, network, running, weights
 
 LENGTH, HEADS, STEPS = 4, 2, 6
 BY_JSON = {"sequence_parallel_size": 2, "data_parallel_size": 1}

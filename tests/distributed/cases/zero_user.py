@@ -18,8 +18,7 @@ from deepspeed.utils import (
 
 from alto_distributed import ALTO
 from tests.helpers.cases import each, worlds
-
-from .zero import PARAMS, batches, config, loss_of, network, running, train, trainable
+from tests.helpers.zero import PARAMS, batches, config, loss_of, network, running, train, trainable
 
 ZERO_STAGES = {"stage 1": 1, "stage 2": 2, "stage 3": 3}
 

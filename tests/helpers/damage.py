@@ -1,4 +1,4 @@
-"""What tests do to checkpoints and disks, and the cases that both engines share. Called by two ranks."""
+"""What tests do to checkpoints and disks, and the checks that both engines share. Called by two ranks."""
 
 import contextlib
 import json
