@@ -50,8 +50,8 @@ TESTS = {
 #: Of tests/distributed/cases, over two ranks.
 CASES = {
     "deepspeed": "release_deepspeed",
-    "megatron-core": "release_megatron,megatron,megatron_precision,megatron_checkpoints,megatron_experts,megatron_fsdp,"
-    "megatron_offload",
+    "megatron-core": "release_megatron,megatron,megatron_precision,megatron_checkpoints,megatron_adoption,"
+    "megatron_experts,megatron_fsdp,megatron_offload",
 }
 #: With all of their settings.
 EXHAUSTIVE = ("deepspeed",)

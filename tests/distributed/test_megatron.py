@@ -9,6 +9,7 @@ MODULES = ",".join(
     f"{name}"
     for name in (
         "megatron_refusals",
+        "megatron_config",
         "megatron",
         "megatron_parallel",
         "megatron_precision",
@@ -18,6 +19,7 @@ MODULES = ",".join(
         "megatron_experts",
         "agreement_megatron",
         "megatron_checkpoints",
+        "megatron_adoption",
         "megatron_async",
         "megatron_overlap",
         "megatron_offload",

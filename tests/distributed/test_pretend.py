@@ -12,7 +12,7 @@ CHECKPOINTS = "checkpoints"
 ZERO = "zero,zero_settings,zero_refusals,on_device_deepspeed,nonfinite_deepspeed"
 ZERO_CHECKPOINTS = "zero_checkpoints"
 MEGATRON = ",".join(f"megatron{name}" for name in ("_on_device", "", "_parallel", "_program", "_overlap", "_offload"))
-MEGATRON_MORE = "megatron_precision,nonfinite_megatron,agreement_megatron,megatron_checkpoints"
+MEGATRON_MORE = "megatron_precision,nonfinite_megatron,agreement_megatron,megatron_checkpoints,megatron_adoption"
 
 exhaustive = pytest.mark.skipif(not EXHAUSTIVE, reason="a variation: EXHAUSTIVE=1 runs it")
 

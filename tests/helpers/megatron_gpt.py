@@ -602,6 +602,18 @@ def alto_config(job, **more):
 # -- comparison ----------------------------------------------------------------------------------------
 
 
+def everything(engine):
+    """All weights, states and step counters of this rank."""
+    out = [p.detach().clone() for _, p in engine.named_parameters()]
+    for wrapper in engine.wrappers:
+        for group in wrapper.optimizer.param_groups:
+            out.append(torch.tensor(group["step"]))
+            for master in group["params"]:
+                out += [master.detach().clone()]
+                out += [torch.as_tensor(value).clone() for _, value in sorted(wrapper.optimizer.state[master].items())]
+    return out
+
+
 def largest_gap(engine, expected):
     """Largest difference to this rank's piece of the reference, relative to the parameter's largest element.
 

@@ -13,8 +13,7 @@ import torch
 
 from tests.helpers import devices
 from tests.helpers.cases import each, worlds
-
-from .megatron_checkpoints import (
+from tests.helpers.megatron_saves import (
     AFTER,
     BEFORE,
     BF16,

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.cases import some, worlds
-
-from .megatron_checkpoints import (
+from tests.helpers.megatron_saves import (
     AFTER,
     BEFORE,
     BF16,
@@ -29,14 +28,13 @@ from .megatron_checkpoints import (
     save,
 )
 
-# The imports below need what megatron_gpt, imported there, puts in place of a GPU.
-from megatron.core import dist_checkpointing, parallel_state  # isort: skip
+# The imports below need what megatron_gpt, imported by megatron_saves, puts in place of a GPU.
+from megatron.core import dist_checkpointing  # isort: skip
 from alto_distributed.megatron import distributed  # isort: skip
 from alto_distributed.pretrain.engines.megatron import engine as pretrain  # isort: skip
 
 from alto_distributed.pretrain.checkpoint.manager import Checkpoints
-from alto_distributed.pretrain.config.settings import parse
-from tests.helpers import devices, megatron_gpt
+from tests.helpers.pretrain_megatron import engine_of, programs_groups, run_of, weights
 
 #: Of a float32 weight in a checkpoint; what follows is the name of the model's.
 MASTER = "optimizer.state.param."
@@ -143,25 +141,6 @@ def case_states_in_files_come_with_a_warning(directory):
 # -- the training program --------------------------------------------------------------------------------
 
 
-def run_of(optimizer="alto", precision="bf16", dropout=0.1, **layout):
-    model = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 256, "dropout": dropout}
-    training = {"global_batch": 16, "micro_batch": 4, "precision": precision}
-    parts = {"model": model, "training": training, "optimizer": {"name": optimizer, "lr": 0.01}, "megatron": layout}
-    return parse({"engine": "megatron", "logs": {"diagnostics_every": 1}, **parts})
-
-
-@contextlib.contextmanager
-def programs_groups(tensor_parallel=1, pipeline_parallel=1):
-    """Process groups as the program makes them, with gloo's."""
-    before = megatron_gpt._parallel_state()
-    vars(parallel_state).update(megatron_gpt._NO_GROUPS)
-    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
-    try:
-        yield
-    finally:
-        vars(parallel_state).update(before)
-
-
 def batches(step):
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     return [torch.randint(0, 256, (4, 9), generator=generator) for _ in range(2)]
@@ -169,14 +148,6 @@ def batches(step):
 
 def losses(engine, start, stop):
     return [engine.train(batches(step), 0.01).loss for step in range(start, stop)]
-
-
-def engine_of(run):
-    return pretrain.MegatronTraining(run, devices.here())
-
-
-def weights(engine):
-    return list(engine._model.parameters())
 
 
 @worlds(2)

@@ -21,6 +21,7 @@ from tests.helpers.megatron_gpt import (
     alto_config,
     alto_groups,
     build,
+    everything,
     loss_of,
     microbatches,
     named_parameters,
@@ -183,18 +184,6 @@ def case_sharded_is_bitwise_replicated(setting, precision):
 
 
 # -- overflow ------------------------------------------------------------------------------------------
-
-
-def everything(engine):
-    """All weights, states and step counters of this rank."""
-    out = [p.detach().clone() for _, p in engine.named_parameters()]
-    for wrapper in engine.wrappers:
-        for group in wrapper.optimizer.param_groups:
-            out.append(torch.tensor(group["step"]))
-            for master in group["params"]:
-                out += [master.detach().clone()]
-                out += [torch.as_tensor(value).clone() for _, value in sorted(wrapper.optimizer.state[master].items())]
-    return out
 
 
 def put_inf(engine):

@@ -8,10 +8,9 @@ from alto_distributed.pretrain.config.settings import parse
 from alto_distributed.pretrain.memory import usage as memory
 from tests.helpers import devices
 from tests.helpers.cases import some, worlds
+from tests.helpers.pretrain_megatron import engine_of, programs_groups, run_of, weights
 
-from .megatron_overlap import engine_of, programs_groups, run_of, weights
-
-# The imports below need what megatron_gpt, imported there, puts in place of a GPU.
+# The imports below need what megatron_gpt, imported by pretrain_megatron, puts in place of a GPU.
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # isort: skip
 from alto_distributed.pretrain.engines.megatron import engine as pretrain  # isort: skip
 from alto_distributed.pretrain.engines.megatron.model import Norm  # isort: skip

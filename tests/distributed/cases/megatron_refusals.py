@@ -1,9 +1,8 @@
 """What ALTO must not be used with under Megatron, each with a real model of megatron-core on one rank.
 
-And the other side of it: what is accepted, and that nothing else is touched. No message is only promised; each is seen.
+No message is only promised; each is seen. megatron_config.py has the other side: what is accepted.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,58 +16,28 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import megatron_one_rank
 from tests.helpers.cases import each, worlds
-from tests.helpers.megatron_gpt import (  # it imports Megatron first, then ALTO
-    Job,
-    Layout,
-    build,
-    named_parameters,
-    parallel,
-)
+from tests.helpers.megatron_one_rank import model, optimizer_of, trained
 
 # isort: split
+# The imports below need what megatron_gpt, imported by megatron_one_rank, puts in place of a GPU.
 
 from megatron.core import fp8_utils, parallel_state
 from megatron.core import optimizer as core_optimizer
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from alto_distributed import ALTO
 from alto_distributed.megatron import AltoOptimizerConfig, altos, register, versions
 from alto_distributed.megatron import checkpoint_formats as formats
-
-JOB = Job(layers=1)
-
-
-_groups = contextlib.ExitStack()
-
-
-@functools.cache
-def groups():
-    """Megatron's process groups, made once and never closed: they serve all cases."""
-    _groups.enter_context(parallel(Layout()))
-
-
-def model(distributed=False):
-    """A GPT in Megatron's data-parallel wrapper; all are alike."""
-    groups()
-    (chunk,) = build(JOB)
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    return DistributedDataParallel(chunk.config, settings, chunk)
 
 
 @functools.cache
 def bystander():
     """One model for all refusals: they come before anything is built on it."""
     return model()
-
-
-def optimizer_of(config, chunk=None, **options):
-    chunk = chunk or model(config.use_distributed_optimizer)
-    return get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False, **options)
 
 
 def refused(message, config, chunk=None, **options):
@@ -87,35 +56,6 @@ def with_attribute(name, value):
     config = AltoOptimizerConfig()
     setattr(config, name, value)
     return config
-
-
-def trained(config, steps=3, chunk=None, finish=None):
-    """(optimizer, weights) after some steps on gradients that follow from the step."""
-    chunk = chunk or model(config.use_distributed_optimizer)
-    optimizer = optimizer_of(config, chunk)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        for p in chunk.parameters():
-            p.main_grad.copy_(torch.randn(p.shape, generator=generator))
-        optimizer.step()
-        if finish:
-            finish(optimizer)
-    return optimizer, {name: p.detach().clone() for name, p in named_parameters([chunk])}
-
-
-def assert_same_weights(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
-
-
-def quiet(config, **options):
-    """The same, and ALTO has nothing to warn of."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        result = trained(config, **options)
-    assert not [w for w in said if "ALTO" in str(w.message)]
-    return result
 
 
 # -- the config ----------------------------------------------------------------------------------------
@@ -287,7 +227,7 @@ def case_what_was_meant_for_adam_is_said_to_have_no_effect(label, setting):
     with pytest.warns(UserWarning, match=f"{label}=0.5 has no effect on ALTO, which has {setting}") as said:
         optimizer_of(AltoOptimizerConfig(**{label: 0.5}))
     (ours_alone,) = [w for w in said if "has no effect on ALTO" in str(w.message)]
-    assert ours_alone.filename == __file__, "it points at the caller"
+    assert ours_alone.filename == megatron_one_rank.__file__, "it points at the caller"
 
 
 @worlds(1)
@@ -553,176 +493,3 @@ def case_hyperparameters_come_from_the_checkpoint():
         "ALTO goes on with the checkpoint's bias_correction=True, not with this run's False",
     ]
     assert {(g["alpha"], g["layerwise"], g["bias_correction"]) for g in alto.param_groups} == {(-5.0, "decayed", True)}
-
-
-# -- what is accepted ----------------------------------------------------------------------------------
-
-
-@worlds(1)
-@each(distributed=(False, True))
-def case_a_plain_config_stands_for_the_defaults(distributed):
-    shared = {"lr": 0.01, "weight_decay": 0.05, "use_distributed_optimizer": distributed}
-    plain, weights = quiet(OptimizerConfig(optimizer="alto", **shared))
-    assert [type(inner) for inner in altos(plain)] == [ALTO]
-    assert_same_weights(weights, quiet(AltoOptimizerConfig(**shared))[1])
-    # and the comparison tells one setting from another
-    other = quiet(AltoOptimizerConfig(**shared, alto_alpha=-4.0))[1]
-    assert any(not torch.equal(other[name], weights[name]) for name in weights)
-    # upper case is the same name, as on DeepSpeed's side
-    config = OptimizerConfig(optimizer="ALTO", **shared)
-    assert_same_weights(weights, quiet(config)[1])
-    assert config.optimizer == "ALTO"
-
-
-@worlds(1)
-def case_replace_keeps_what_is_ours():
-    given = {
-        "alto_alpha": 0.5,
-        "alto_betas": (0.01, 0.9, 0.99),
-        "alto_eps": (1e-5, 1e-6, 1e-9),
-        "alto_layerwise": "matrices",
-        "alto_bias_correction": False,
-        "alto_kernel": "reference",
-        "alto_diagnostics_every": 7,
-        "alto_trust_clip": (0.1, 10.0),
-        "alto_vector_lr": 0.3,
-        "alto_embeddings": "adam",
-        "alto_skip_nonfinite": True,
-        "alto_grad_ema_dtype": "bfloat16",
-        "alto_exp_avg_dtype": "bfloat16",
-        "alto_adopt": True,
-        "alto_checkpoint_format": "dp_reshardable",
-    }
-    assert set(given) == {f.name for f in dataclasses.fields(AltoOptimizerConfig) if f.name.startswith("alto_")}
-    replaced = dataclasses.replace(AltoOptimizerConfig(**given), lr=0.5)
-    assert type(replaced) is AltoOptimizerConfig
-    assert (replaced.optimizer, replaced.lr) == ("alto", 0.5)
-    assert {name: getattr(replaced, name) for name in given} == given
-    with pytest.raises(ValueError, match="alpha=-5 is out of range"):
-        dataclasses.replace(replaced, alto_alpha=-5.0)  # checked again
-    (alto,) = altos(optimizer_of(replaced))
-    for group in alto.param_groups:
-        assert not {"amsgrad", "capturable", "fused"} & set(group), "Adam's own keys"
-        names = ("alpha", "betas", "eps", "layerwise", "bias_correction", "trust_clip", "vector_lr")
-        assert {f"alto_{k}": group[k] for k in names} == {
-            k: v for k, v in given.items() if k.removeprefix("alto_") in group
-        }
-
-
-@worlds(1)
-def case_the_config_has_its_name_back_whatever_happens():
-    with pytest.MonkeyPatch.context() as patch:
-        config = AltoOptimizerConfig()
-        optimizer = optimizer_of(config)
-        assert config.optimizer == "alto"
-        assert all(part.config is config for part in optimizer.chained_optimizers)
-
-        seen = []
-
-        def fail(*args, **kwargs):
-            seen.append(config.optimizer)
-            raise RuntimeError("from within Megatron")
-
-        patch.setattr(core_optimizer, "_get_param_groups_and_buffers", fail)
-        with pytest.raises(RuntimeError, match="from within Megatron"):
-            optimizer_of(config)
-        assert seen == ["adam"]
-        assert config.optimizer == "alto"
-
-
-@worlds(1)
-def case_registered_after_the_name_was_imported():
-    """helpers/megatron_gpt.py imports the function before ALTO; test_megatron_imports.py tries the other order."""
-    from tests.helpers import megatron_gpt
-
-    ours = core_optimizer.get_megatron_optimizer
-    assert ours.knows_alto
-    assert megatron_gpt.get_megatron_optimizer is ours
-    assert not hasattr(ours.__wrapped__, "knows_alto")
-    register()
-    assert core_optimizer.get_megatron_optimizer is ours, "once is enough"
-
-
-OTHERS = {
-    "adam, distributed": {"optimizer": "adam", "use_distributed_optimizer": True},
-    "adam": {"optimizer": "adam", "use_distributed_optimizer": False},
-    "sgd": {"optimizer": "sgd", "use_distributed_optimizer": False},
-}
-
-
-@worlds(1)
-@each(OTHERS)
-def case_other_optimizers_are_not_touched(setting):
-    """Types, weights and states: what Megatron's own function, called past us, gives."""
-    original = get_megatron_optimizer.__wrapped__
-    config = OptimizerConfig(lr=0.01, weight_decay=0.05, **setting)
-    with pytest.MonkeyPatch.context() as patch:
-        with_us, weights = trained(config)
-        patch.setitem(globals(), "get_megatron_optimizer", original)
-        without, expected = trained(config)
-    for one, other in zip(with_us.chained_optimizers, without.chained_optimizers, strict=True):
-        assert type(one) is type(other)
-        assert type(one).__module__.startswith("megatron.")
-        assert type(one.optimizer) is type(other.optimizer)
-        assert type(one.optimizer).__module__.startswith("torch.optim")
-        assert [g.keys() for g in one.optimizer.param_groups] == [g.keys() for g in other.optimizer.param_groups]
-    assert not list(altos(with_us))
-    assert_same_weights(weights, expected)
-
-
-# -- weight decay and the layer-wise ratio ---------------------------------------------------------------
-
-
-def decays(optimizer):
-    (alto,) = altos(optimizer)
-    return {(g["wd_mult"], g["weight_decay"], g["decayed"]) for g in alto.param_groups}
-
-
-@worlds(1)
-@each(distributed=(False, True))
-def case_without_a_scheduler_biases_are_not_decayed(distributed):
-    """wd_mult is applied by Megatron's scheduler alone; ALTO does not wait for one."""
-    config = AltoOptimizerConfig(weight_decay=0.3, use_distributed_optimizer=distributed)
-    optimizer, weights = trained(config)
-    assert decays(optimizer) == {(1.0, 0.3, True), (0.0, 0.0, False)}
-    half = dataclasses.replace(config, weight_decay=0.15)
-    other = trained(half)[1]
-    moved = {name for name in weights if not torch.equal(weights[name], other[name])}
-    assert moved == {name for name, value in weights.items() if value.ndim > 1}
-
-
-@worlds(1)
-def case_a_decay_that_is_0_today_does_not_end_the_ratio():
-    """A schedule that begins at 0: the ratio goes on, and the same parameters have it."""
-    config = AltoOptimizerConfig(lr=0.01, weight_decay=0.1)
-    schedulers = []
-
-    def schedule(optimizer):
-        if not schedulers:
-            options = {"lr_warmup_steps": 0, "lr_decay_steps": 10, "lr_decay_style": "constant"}
-            decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 10, "wd_incr_style": "constant"}
-            schedulers.append(OptimizerParamScheduler(optimizer, 0.0, 0.01, 0.01, **options, **decay))
-        schedulers[0].step(increment=1)
-
-    optimizer, weights = trained(config, finish=schedule)
-    assert decays(optimizer) == {(1.0, 0.0, True), (0.0, 0.0, False)}
-
-    def by_hand(optimizer):
-        (alto,) = altos(optimizer)
-        for group in alto.param_groups:
-            group["weight_decay"] = 0.0
-
-    assert_same_weights(weights, trained(config, finish=by_hand)[1])
-    assert_ratio_of_matrices(config, weights, finish=by_hand)
-
-    never = dataclasses.replace(config, weight_decay=0.0)  # nor one that is 0 for ever
-    optimizer, weights = quiet(never)
-    assert decays(optimizer) == {(1.0, 0.0, True), (0.0, 0.0, False)}
-    assert_ratio_of_matrices(never, weights)
-
-
-def assert_ratio_of_matrices(config, weights, **options):
-    """Matrices, and nothing else, would have moved otherwise without the layer-wise ratio."""
-    without = trained(dataclasses.replace(config, alto_layerwise="none"), **options)[1]
-    for name, value in weights.items():
-        assert torch.equal(value, without[name]) == (value.ndim == 1), name

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.cases import each, worlds
-from tests.helpers.megatron_gpt import Job, Layout, Megatron, alto_config, parallel
-
-from .megatron_precision import everything
+from tests.helpers.megatron_gpt import Job, Layout, Megatron, alto_config, everything, parallel
 
 STEPS = 5
 BAD = {1: 0, 3: -1}  # step -> which parameter: of the first, and the last of all, which is undecayed

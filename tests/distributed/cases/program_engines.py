@@ -15,10 +15,9 @@ from alto_distributed.pretrain.model import initial_weights
 from alto_distributed.sharding.rank_sync import run_on_rank0
 from tests.helpers import devices
 from tests.helpers.cases import REPO, each, worlds
+from tests.helpers.pretrain_megatron import programs_groups
 
-from .megatron_overlap import programs_groups
-
-# The imports below need what megatron_gpt, imported there, puts in place of a GPU.
+# The imports below need what megatron_gpt, imported by pretrain_megatron, puts in place of a GPU.
 from alto_distributed.pretrain.engines.deepspeed import engine as on_deepspeed  # isort: skip
 from alto_distributed.pretrain.engines.megatron import engine as on_megatron  # isort: skip
 
