@@ -1,4 +1,4 @@
-"""Promises about the repository itself: the README's commands, what importing needs, where imports stand."""
+"""Promises about the repository itself: the README's commands, what importing needs, what tests import of tests."""
 
 import ast
 import os
@@ -68,6 +68,27 @@ def test_whatever_the_readmes_commands_install_is_pinned_and_nothing_else():
     # Builds of torch for GPUs bring these.
     assert {name for name in needed - pinned if not name.startswith(("nvidia-", "cuda-"))} == set()
     assert pinned - needed == set()
+
+
+#: Test files, and modules of cases, which are tests too.
+TESTS = [*REPO.glob("tests/**/test_*.py"), *REPO.glob("tests/distributed/cases/*.py")]
+
+
+@pytest.mark.parametrize("path", sorted(TESTS), ids=lambda p: p.stem)
+def test_a_test_file_imports_no_other_one(path):
+    """What several of them need is in tests/helpers; what they start is in programs/."""
+    folder = ".".join(path.relative_to(REPO).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        imported = []
+        if isinstance(node, ast.ImportFrom):
+            level = folder.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(filter(None, (level, node.module)))
+            imported = [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        for name in imported:
+            ours = name.split(".")[0] == "tests"
+            assert not ours or name.startswith("tests.helpers.") or ".programs." in name, f"line {node.lineno}: {name}"
 
 
 #: What makes a tensor out of nothing, on torch's default device and in its default dtype unless it is told.
