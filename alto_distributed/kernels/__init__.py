@@ -1,6 +1,7 @@
 """The update rule: pure functions on flat tensors, in two phases with the norms between them.
 
-A kernel is a module or an object with the two functions of :class:`.protocol.Kernel`.
+A kernel is a module or an object with the two functions of :class:`.protocol.Kernel`. One that skips steps by
+itself is a :class:`.protocol.SkippingKernel`.
 
 Between the two, and outside of this folder, the sums become norms of whole logical parameters
 (``sharding.norms``) and the norms become step sizes (:func:`reference.trust_ratio`). A kernel gets all

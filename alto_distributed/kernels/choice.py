@@ -17,7 +17,7 @@ import torch
 from ..errors import is_one_of, shown
 from . import chunked, foreach, proof, reference
 from .cpu import kernel as native
-from .protocol import Kernel
+from .protocol import Kernel, SkippingKernel
 from .shards import Dtypes
 from .skip import SkipIf
 from .triton import step as gpu_step
@@ -62,8 +62,7 @@ def kernel_for(name: str, device: torch.device, proved: bool = True) -> Kernel:
 
 def kernel_with_skip(kernel: Kernel, skip: torch.Tensor) -> Kernel:
     """``kernel``, but nothing changes if ``skip``, on its device, is not 0. The host does not read it."""
-    unless = getattr(kernel, "unless", None)
-    return SkipIf(kernel, skip) if unless is None else cast(Kernel, unless(skip))
+    return kernel.unless(skip) if isinstance(kernel, SkippingKernel) else SkipIf(kernel, skip)
 
 
 def find_fault(device: torch.device, dtypes: Iterable[Dtypes]) -> str:

@@ -90,7 +90,7 @@ class Group:
 
 
 class ForeachKernel:
-    """A kernel in the sense of :mod:`.protocol`.
+    """A :class:`.protocol.SkippingKernel`.
 
     Args:
         skip: on the device of the shards: every write is undone if it is not 0.

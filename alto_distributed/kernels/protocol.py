@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -30,3 +30,11 @@ class Kernel(Protocol):
             step_sizes: lr times the ratio, by slot.
             prepared: what phase one returned for them.
         """
+
+
+@runtime_checkable
+class SkippingKernel(Kernel, Protocol):
+    """One that can leave everything as it is by itself. :class:`.skip.SkipIf` does it for the others."""
+
+    def unless(self, skip: torch.Tensor) -> Kernel:
+        """This kernel, but nothing changes if ``skip``, on its device, is not 0. The host does not read it."""

@@ -1,8 +1,8 @@
 """A kernel that changes nothing where a flag on the device is set, for devices on which the host must not wait.
 
 It serves any kernel of this folder: what a chunk holds is put aside, the kernel works on the chunk, and if the
-flag is set the old values come back, bit for bit. The memory is that of one chunk's operands. (The Triton kernel has
-a better way: its programs read the flag and end.)
+flag is set the old values come back, bit for bit. The memory is that of one chunk's operands. (A
+:class:`.protocol.SkippingKernel` has a better way: Triton's programs read the flag and end.)
 """
 
 from __future__ import annotations
