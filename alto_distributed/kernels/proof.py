@@ -32,7 +32,7 @@ _SMALL = 1e-5
 _STATES = ("grad_ema", "exp_avg", "exp_avg_sq")
 _TENSORS = ("param", "grad", *_STATES)
 # Lengths around what programs take at a time, with a beginning off every alignment; each with spans that leave gaps.
-_PIECES = ((9001, 0), (4097, 1), (515, 3), (1, 0), (31, 2))
+_LENGTHS_AND_OFFSETS = ((9001, 0), (4097, 1), (515, 3), (1, 0), (31, 2))
 # One rounding of the result; the arithmetic before it is the same operation by operation, up to a square root.
 _ONE_PLACE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -70,7 +70,7 @@ def _wrong_with(
     for place, (shard, truth) in enumerate(zip(got, expected, strict=True)):
         for name in _STATES:
             if not _same(getattr(shard, name), getattr(truth, name)):
-                return f"{name} of a tensor of {_PIECES[place][0]} elements is not the reference's"
+                return f"{name} of a tensor of {_LENGTHS_AND_OFFSETS[place][0]} elements is not the reference's"
         if not torch.equal(*(t.isnan() for t in (shard.param, truth.param))):
             return "weights outside of spans were written, or some inside were not"
         bound = _ONE_PLACE[shard.param.dtype]
@@ -101,7 +101,7 @@ def _shards(device: torch.device, dtypes: Dtypes) -> list[FlatShard]:
     """Made on the host, so that they are the same on every device. NaN lies outside of the spans."""
     generator = torch.Generator("cpu").manual_seed(1234)
     shards = []
-    for n, (length, offset) in enumerate(_PIECES):
+    for n, (length, offset) in enumerate(_LENGTHS_AND_OFFSETS):
         middle = length // 2
         slots = [n % 3, 3] if n % 3 != 1 else [2, 0]
         gap = 3 if length > 50 else 0

@@ -89,9 +89,9 @@ class Dtypes(NamedTuple):
     grad_ema: torch.dtype | None
 
     @classmethod
-    def of(cls, piece: FlatShard) -> Dtypes:
-        u = piece.grad_ema
-        return cls(piece.param.dtype, piece.grad.dtype, piece.exp_avg.dtype, None if u is None else u.dtype)
+    def of(cls, shard: FlatShard) -> Dtypes:
+        u = shard.grad_ema
+        return cls(shard.param.dtype, shard.grad.dtype, shard.exp_avg.dtype, None if u is None else u.dtype)
 
     def in_words(self) -> str:
         return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self._asdict().items())

@@ -35,7 +35,7 @@ SMALL_BATCH = dict(alpha=0.5, betas=(0.01, 0.9, 0.99))
 FAR = dict(alpha=-80.0, betas=(0.99, 0.2, 0.3))  # every weight of a lerp beyond one half
 
 
-def a_piece(spans, *, param=torch.float32, grad=torch.float32, ema=True, k=7, offset=0, **hyper):
+def a_shard(spans, *, param=torch.float32, grad=torch.float32, ema=True, k=7, offset=0, **hyper):
     """Random tensors that are NaN wherever no span is, starting ``offset`` elements into their storage."""
     n = max(stop for _, stop, *_ in spans) + 3
     inside = torch.zeros(n, dtype=torch.bool)
@@ -58,22 +58,22 @@ def a_piece(spans, *, param=torch.float32, grad=torch.float32, ema=True, k=7, of
     )
 
 
-def copied(piece):
+def copied(shard):
     """In storages with the same offset, so that alignment is the same."""
 
     def copy(t):
         return t.clone() if t._base is None else t._base.clone()[t.storage_offset() :]
 
-    tensors = {f.name: getattr(piece, f.name) for f in fields(piece)}
-    return replace(piece, **{name: copy(t) for name, t in tensors.items() if isinstance(t, torch.Tensor)})
+    tensors = {f.name: getattr(shard, f.name) for f in fields(shard)}
+    return replace(shard, **{name: copy(t) for name, t in tensors.items() if isinstance(t, torch.Tensor)})
 
 
-def run(kernel, pieces, step_sizes=STEP_SIZES):
-    pieces = [copied(piece) for piece in pieces]
+def run(kernel, shards, step_sizes=STEP_SIZES):
+    shards = [copied(shard) for shard in shards]
     sums = torch.zeros(3, len(step_sizes), dtype=torch.float64)
-    kernel.phase_one(pieces, sums)
-    kernel.phase_two(pieces, step_sizes)
-    return pieces, sums
+    kernel.phase_one(shards, sums)
+    kernel.phase_two(shards, step_sizes)
+    return shards, sums
 
 
 def same_bits(a, b):
@@ -82,11 +82,11 @@ def same_bits(a, b):
 
 
 def assert_agree(got, expected):
-    (pieces, sums), (references, expected_sums) = got, expected
+    (shards, sums), (references, expected_sums) = got, expected
     torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=0)
-    for piece, truth in zip(pieces, references, strict=True):
+    for shard, truth in zip(shards, references, strict=True):
         for name in ("param", *STATES):
-            a, b = getattr(piece, name), getattr(truth, name)
+            a, b = getattr(shard, name), getattr(truth, name)
             if a is None:
                 continue
             # Of two float32 values that were rounded differently one in a thousand falls to another bfloat16.
@@ -115,79 +115,79 @@ WITH_GAPS = [(0, 5, 0), (9, 1000, 1), (1001, 1001 + 2 * BLOCK + 77, 0), (40000, 
     ],
 )
 def test_agrees_with_the_reference_over_spans_and_padding(options):
-    pieces = [a_piece(WITH_GAPS, **options), a_piece([(1, 300, 2)], **options)]
-    assert all(native.serves(piece) for piece in pieces)
-    got, expected = run(native, pieces), run(reference, pieces)
+    shards = [a_shard(WITH_GAPS, **options), a_shard([(1, 300, 2)], **options)]
+    assert all(native.serves(shard) for shard in shards)
+    got, expected = run(native, shards), run(reference, shards)
     assert_agree(got, expected)
-    for piece, before in zip(got[0], pieces, strict=True):
-        outside = torch.ones(len(piece.param), dtype=torch.bool)
-        for start, stop, *_ in piece.spans:
+    for shard, before in zip(got[0], shards, strict=True):
+        outside = torch.ones(len(shard.param), dtype=torch.bool)
+        for start, stop, *_ in shard.spans:
             outside[start:stop] = False
-            assert not piece.param[start:stop].isnan().any()
-            assert (piece.exp_avg[start:stop] != before.exp_avg[start:stop]).float().mean() > 0.9
+            assert not shard.param[start:stop].isnan().any()
+            assert (shard.exp_avg[start:stop] != before.exp_avg[start:stop]).float().mean() > 0.9
         for name in ("param", *STATES):
-            if getattr(piece, name) is not None:
-                assert getattr(piece, name)[outside].isnan().all()
+            if getattr(shard, name) is not None:
+                assert getattr(shard, name)[outside].isnan().all()
 
 
 def test_every_length_around_the_boundaries_of_vectors_tiles_and_blocks():
     lengths = [*range(1, 20), *(n + d for n in (512, BLOCK, 2 * BLOCK) for d in (-9, -1, 0, 1, 7, 8))]
     for n in lengths:
-        pieces = [a_piece([(1, 1 + n, 0)], offset=n % 3, **LARGE_BATCH)]
-        assert_agree(run(native, pieces), run(reference, pieces))
+        shards = [a_shard([(1, 1 + n, 0)], offset=n % 3, **LARGE_BATCH)]
+        assert_agree(run(native, shards), run(reference, shards))
 
 
-def test_many_random_pieces():
+def test_many_random_shards():
     generator = torch.Generator().manual_seed(5)
     kinds = itertools.product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (True, False))
-    pieces = []
+    shards = []
     for param, grad, ema in kinds:
         ends = torch.randint(1, 3 * BLOCK, (8,), generator=generator).sort().values.tolist()
         starts, stops = ends[0::2], ends[1::2]
         slots = [0, 1, 2, 0]
         spans = [(a, b, s, s != 1) for a, b, s in zip(starts, stops, slots, strict=True) if a < b]
-        pieces.append(a_piece(spans, param=param, grad=grad, ema=ema, **(LARGE_BATCH if ema else dict(alpha=0.0))))
-    assert_agree(run(native, pieces), run(reference, pieces))
+        shards.append(a_shard(spans, param=param, grad=grad, ema=ema, **(LARGE_BATCH if ema else dict(alpha=0.0))))
+    assert_agree(run(native, shards), run(reference, shards))
 
 
 @pytest.mark.parametrize("options", [LARGE_BATCH, SMALL_BATCH, FAR, dict(alpha=0.0, ema=False)], ids=str)
 def test_states_have_the_bits_of_the_torch_kernel(options):
     """So a run may change kernels without a seam, and flat shards may be cut anywhere: see alto.c."""
-    pieces = [a_piece(WITH_GAPS, **options)]
-    (ours,), (theirs,) = run(native, pieces)[0], run(chunked, pieces)[0]
+    shards = [a_shard(WITH_GAPS, **options)]
+    (ours,), (theirs,) = run(native, shards)[0], run(chunked, shards)[0]
     for name in STATES:
         if getattr(ours, name) is not None:
             assert same_bits(getattr(ours, name), getattr(theirs, name)), name
-    assert_agree(run(native, pieces), run(chunked, pieces))
+    assert_agree(run(native, shards), run(chunked, shards))
 
 
 @pytest.mark.parametrize("decay", [0.0, 1e-30, 0.9 * chunked.SMALLEST_DIVISOR, chunked.SMALLEST_DIVISOR, 1e-4, 30.0])
 def test_the_torch_kernel_divides_by_the_decay_and_agrees_all_the_same(decay):
-    pieces = [a_piece(WITH_GAPS, **LARGE_BATCH, weight_decay=decay)]
+    shards = [a_shard(WITH_GAPS, **LARGE_BATCH, weight_decay=decay)]
     step_sizes = STEP_SIZES / (1 + decay)  # a step of 12 times the weight would show nothing but rounding
-    assert_agree(run(chunked, pieces, step_sizes), run(reference, pieces, step_sizes))
+    assert_agree(run(chunked, shards, step_sizes), run(reference, shards, step_sizes))
 
 
 def test_the_same_bits_whatever_the_number_of_threads():
-    pieces = [a_piece([(0, 40 * BLOCK + 13, 0)], **LARGE_BATCH), a_piece([(1, 9 * BLOCK, 0)], **LARGE_BATCH)]
+    shards = [a_shard([(0, 40 * BLOCK + 13, 0)], **LARGE_BATCH), a_shard([(1, 9 * BLOCK, 0)], **LARGE_BATCH)]
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 3, 3, 8):
             torch.set_num_threads(threads)
-            results.append(run(native, pieces))
+            results.append(run(native, shards))
     finally:
         torch.set_num_threads(before)
     (first, first_sums), *others = results
-    for pieces, sums in others:
+    for shards, sums in others:
         assert same_bits(sums, first_sums)
-        for a, b in zip(pieces, first, strict=True):
+        for a, b in zip(shards, first, strict=True):
             assert all(same_bits(getattr(a, name), getattr(b, name)) for name in ("param", *STATES))
 
 
 def test_the_bits_of_an_element_do_not_depend_on_its_place():
     """A shard that begins elsewhere must update the elements it shares with another alike."""
-    whole = a_piece([(0, 5000, 0)], **LARGE_BATCH)
+    whole = a_shard([(0, 5000, 0)], **LARGE_BATCH)
     tensors = {name: getattr(whole, name)[3:4444] for name in ("param", "grad", *STATES)}
     part = replace(whole, **tensors, spans=(Span(0, 4441, 0),))
     ((a,), _), ((b,), _) = run(native, [whole]), run(native, [part])
@@ -197,10 +197,10 @@ def test_the_bits_of_an_element_do_not_depend_on_its_place():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_comes_through(bad):
     for options in (LARGE_BATCH, SMALL_BATCH, dict(alpha=0.0, ema=False)):
-        pieces = [a_piece([(0, 1000, 0), (1000, 1100, 1)], **options)]
-        pieces[0].grad[[3, 517]] = bad
-        (got,), sums = run(native, pieces)
-        (truth,), expected = run(reference, pieces)
+        shards = [a_shard([(0, 1000, 0), (1000, 1100, 1)], **options)]
+        shards[0].grad[[3, 517]] = bad
+        (got,), sums = run(native, shards)
+        (truth,), expected = run(reference, shards)
         for name in ("param", *STATES):
             if getattr(got, name) is not None:
                 assert torch.equal(getattr(got, name).isfinite(), getattr(truth, name).isfinite()), name
@@ -211,12 +211,12 @@ def test_what_is_not_finite_comes_through(bad):
 
 def test_sums_keep_their_digits():
     n = 1 << 20
-    piece = a_piece([(0, n, 0)], **LARGE_BATCH)
-    _, sums = run(native, [piece])
-    exact = math.fsum((piece.param[:n].double() ** 2).tolist())
+    shard = a_shard([(0, n, 0)], **LARGE_BATCH)
+    _, sums = run(native, [shard])
+    exact = math.fsum((shard.param[:n].double() ** 2).tolist())
     assert sums[0, 0].item() == pytest.approx(exact, rel=1e-14)
-    piece.param.mul_(1e-30)  # squares of these would be 0 in float32
-    assert run(native, [piece])[1][0, 0].item() == pytest.approx(exact * 1e-60, rel=1e-6)
+    shard.param.mul_(1e-30)  # squares of these would be 0 in float32
+    assert run(native, [shard])[1][0, 0].item() == pytest.approx(exact * 1e-60, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
@@ -234,18 +234,18 @@ def test_what_c_does_not_serve_goes_to_torch(dtype):
 
 
 def test_tensors_without_memory_of_their_own_are_left_to_torch():
-    piece = a_piece([(0, 100, 0)], **LARGE_BATCH)
-    assert native.serves(piece)
+    shard = a_shard([(0, 100, 0)], **LARGE_BATCH)
+    assert native.serves(shard)
     for grad in (
         torch.ones(()).expand(103),
         torch.ones(103, device="meta"),
         torch.randn(206)[::2],
         torch._neg_view(torch.ones(103)),
     ):
-        assert not native.serves(replace(piece, grad=grad))
-    (truth,), _ = run(reference, [replace(piece, grad=torch.ones(103))])
+        assert not native.serves(replace(shard, grad=grad))
+    (truth,), _ = run(reference, [replace(shard, grad=torch.ones(103))])
     sums = torch.zeros(3, 3, dtype=torch.float64)
-    spread = replace(piece, grad=torch.ones(()).expand(103))
+    spread = replace(shard, grad=torch.ones(()).expand(103))
     native.phase_one([spread], sums)
     native.phase_two([spread], STEP_SIZES)
     torch.testing.assert_close(spread.param[:100], truth.param[:100], rtol=1e-6, atol=1e-6)
@@ -423,12 +423,12 @@ def test_the_same_bits_whatever_the_width_of_vectors(build, monkeypatch):
     """Ranks on different CPUs, or a run that moves to another, must agree."""
     lengths = (5 * BLOCK + 13, 24, 17, 9, 8, 7)
     options = (LARGE_BATCH, dict(alpha=0.0, ema=False), {**LARGE_BATCH, "grad": torch.bfloat16})
-    pieces = [a_piece([(1, 1 + n, i % 3)], **each) for i, n in enumerate(lengths) for each in options]
-    first, first_sums = run(native, pieces)
+    shards = [a_shard([(1, 1 + n, i % 3)], **each) for i, n in enumerate(lengths) for each in options]
+    first, first_sums = run(native, shards)
     for narrower in ("-mno-avx512f", "-mno-avx512f -mprefer-vector-width=128"):
         loaded = build(CC=f"cc {narrower}")
         monkeypatch.setattr(native, "_library", lambda loaded=loaded: loaded)
-        again, sums = run(native, pieces)
+        again, sums = run(native, shards)
         assert same_bits(sums, first_sums)
         for a, b in zip(again, first, strict=True):
             assert all(same_bits(getattr(a, name), getattr(b, name)) for name in ("param", "exp_avg", "exp_avg_sq"))
@@ -497,9 +497,9 @@ def test_blocks():
 def test_a_step_after_a_fork(monkeypatch):
     """A pool of threads would be gone in the child, and its first step would wait for ever."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    pieces = [a_piece([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]
-    again = [copied(piece) for piece in pieces]
-    (expected,), _ = run(native, pieces)
+    shards = [a_shard([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]
+    again = [copied(shard) for shard in shards]
+    (expected,), _ = run(native, shards)
     sums = torch.zeros(3, 3, dtype=torch.float64)
     child = os.fork()
     if child == 0:
@@ -513,22 +513,22 @@ def test_a_step_after_a_fork(monkeypatch):
 WITHOUT_THREADS = """
 import resource, sys, threading, torch
 from alto_distributed.kernels.cpu import kernel as native
-from tests.unit.test_native import BLOCK, LARGE_BATCH, a_piece, run
+from tests.unit.test_native import BLOCK, LARGE_BATCH, a_shard, run
 torch.manual_seed(0)
-pieces = [a_piece([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]
+shards = [a_shard([(0, 20 * BLOCK, 0)], **LARGE_BATCH)]
 torch.get_num_threads = lambda: 3
 native._found()
 if sys.argv[1] == "none":
     size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
     resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 2**22, resource.RLIM_INFINITY))  # less than a stack
-    run.__globals__["copied"] = lambda piece: piece
+    run.__globals__["copied"] = lambda shard: shard
     try:
         threading.Thread(target=print).start()
         sys.exit("a thread could be started")
     except RuntimeError:
         pass
-(piece,), sums = run(native, pieces)
-print(sums.tolist(), piece.param.double().sum().item(), piece.grad_ema.double().sum().item())
+(shard,), sums = run(native, shards)
+print(sums.tolist(), shard.param.double().sum().item(), shard.grad_ema.double().sum().item())
 """
 
 
@@ -543,10 +543,10 @@ def test_threads_that_cannot_be_started_leave_their_share_to_the_others():
     assert said[0].stdout == said[1].stdout != ""
 
 
-def test_phase_two_works_on_the_pieces_it_is_given():
+def test_phase_two_works_on_the_shards_it_is_given():
     """It uses what phase one has prepared if that is given, and prepares anew if not. Two steps may cross."""
-    first, second = (a_piece([(0, 700, 0)], **LARGE_BATCH) for _ in range(2))
-    expected = [run(native, [piece])[0][0].param for piece in (first, second)]
+    first, second = (a_shard([(0, 700, 0)], **LARGE_BATCH) for _ in range(2))
+    expected = [run(native, [shard])[0][0].param for shard in (first, second)]
     sums = torch.zeros(3, 3, dtype=torch.float64)
     one, other = copied(first), copied(second)
     prepared = native.phase_one([one], sums)
@@ -574,8 +574,8 @@ def test_foreach_has_the_bits_of_the_torch_kernel(options, limits, monkeypatch):
     """In one group or many, with directions kept for phase two or computed again."""
     for name, limit in zip(("BLOCK", "BLOCKS", "KEPT_BYTES"), limits, strict=True):
         monkeypatch.setattr(foreach, name, limit)
-    pieces = [a_piece(WITH_GAPS, **options), a_piece([(1, 300, 2)], **options)]
-    (ours, sums), (theirs, expected) = run(foreach.kernel, pieces), run(chunked, pieces)
+    shards = [a_shard(WITH_GAPS, **options), a_shard([(1, 300, 2)], **options)]
+    (ours, sums), (theirs, expected) = run(foreach.kernel, shards), run(chunked, shards)
     assert torch.equal(sums[2] > 0, expected[2] > 0)
     assert_agree((ours, sums[:2]), (theirs, expected[:2]))
     for one, other in zip(ours, theirs, strict=True):
@@ -587,9 +587,9 @@ def test_foreach_has_the_bits_of_the_torch_kernel(options, limits, monkeypatch):
 @pytest.mark.parametrize("decay", [0.0, 1e-30, 0.01])
 def test_a_gradient_near_the_largest_number_leaves_weights_finite(kernel, decay):
     """A product that overflowed was divided by an infinity, exp_avg_sq's root."""
-    piece = a_piece([(0, 700, 0)], **{**LARGE_BATCH, "weight_decay": decay})
-    piece.grad[:] = torch.finfo(torch.float32).max * 0.88
-    (got,), _ = run(kernel, [piece])
+    shard = a_shard([(0, 700, 0)], **{**LARGE_BATCH, "weight_decay": decay})
+    shard.grad[:] = torch.finfo(torch.float32).max * 0.88
+    (got,), _ = run(kernel, [shard])
     assert got.exp_avg_sq[:700].isinf().all()
     assert got.param[:700].isfinite().all()
 
@@ -597,11 +597,11 @@ def test_a_gradient_near_the_largest_number_leaves_weights_finite(kernel, decay)
 @pytest.mark.parametrize("kernel", [native, chunked, reference])
 def test_gradients_that_are_not_zero_are_counted(kernel):
     """Also those whose squares are 0 in float32, and NaN; elements of padding are not."""
-    piece = a_piece([(0, 40, 0), (44, 44 + BLOCK + 9, 1, False), (20000, 20007, 2)], **LARGE_BATCH)
-    piece.grad.zero_()
-    piece.grad[[3, 45, 44 + BLOCK + 8]] = torch.tensor([1e-45, math.nan, -1e-30])
-    piece.grad[41] = 7.0
-    _, sums = run(kernel, [piece])
+    shard = a_shard([(0, 40, 0), (44, 44 + BLOCK + 9, 1, False), (20000, 20007, 2)], **LARGE_BATCH)
+    shard.grad.zero_()
+    shard.grad[[3, 45, 44 + BLOCK + 8]] = torch.tensor([1e-45, math.nan, -1e-30])
+    shard.grad[41] = 7.0
+    _, sums = run(kernel, [shard])
     assert sums[2].tolist() == [1.0, 2.0, 0.0]
 
 
@@ -610,37 +610,37 @@ def test_gradients_that_are_not_zero_are_counted(kernel):
 def test_a_step_size_of_zero_leaves_weights_alone(kernel, eps):
     """Also where there has been no gradient yet, and eps1 is 0: r is 0/0 there."""
     for dtype in (torch.float32, torch.bfloat16):
-        piece = a_piece([(1, 600, 0), (600, 700, 1)], param=dtype, **LARGE_BATCH, eps=eps)
-        for tensor in (piece.exp_avg, piece.exp_avg_sq, piece.grad_ema, piece.grad):
+        shard = a_shard([(1, 600, 0), (600, 700, 1)], param=dtype, **LARGE_BATCH, eps=eps)
+        for tensor in (shard.exp_avg, shard.exp_avg_sq, shard.grad_ema, shard.grad):
             tensor[1:600] = 0
-        (got,), sums = run(kernel, [piece], torch.tensor([0.0, 0.1, 0.1], dtype=torch.float64))
-        assert same_bits(got.param[:600], piece.param[:600])
-        assert (got.param[600:700] != piece.param[600:700]).all()
+        (got,), sums = run(kernel, [shard], torch.tensor([0.0, 0.1, 0.1], dtype=torch.float64))
+        assert same_bits(got.param[:600], shard.param[:600])
+        assert (got.param[600:700] != shard.param[600:700]).all()
         assert (sums[2] > 0).tolist() == [False, True, False]
 
 
 def test_shards_that_are_not_in_a_step_are_left_alone():
     """Their records stay with the plan, so that experts without tokens do not cost new ones."""
-    pieces = [
-        a_piece(WITH_GAPS, **LARGE_BATCH),
-        a_piece([(1, 300, 2)], **LARGE_BATCH),
-        a_piece([(0, 9, 1)], **SMALL_BATCH),
+    shards = [
+        a_shard(WITH_GAPS, **LARGE_BATCH),
+        a_shard([(1, 300, 2)], **LARGE_BATCH),
+        a_shard([(0, 9, 1)], **SMALL_BATCH),
     ]
-    for place, piece in enumerate(pieces):
-        piece.place = place
+    for place, shard in enumerate(shards):
+        shard.place = place
     kept = {}
     for present in ([0, 1], [0, 1, 2], [2], [1, 0], [], [0, 1, 2]):
-        expected = [copied(piece) for piece in pieces]
+        expected = [copied(shard) for shard in shards]
         sums, expected_sums = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
-        batch = Batch([pieces[i] for i in present], kept)
+        batch = Batch([shards[i] for i in present], kept)
         prepared = native.phase_one(batch, sums)
         native.phase_two(batch, STEP_SIZES, prepared)
         others = [expected[i] for i in present]
         native.phase_one(others, expected_sums)
         native.phase_two(others, STEP_SIZES)
         torch.testing.assert_close(sums, expected_sums, rtol=1e-14, atol=0)
-        for piece, other in zip(pieces, expected, strict=True):
-            assert all(same_bits(getattr(piece, name), getattr(other, name)) for name in ("param", *STATES))
+        for shard, other in zip(shards, expected, strict=True):
+            assert all(same_bits(getattr(shard, name), getattr(other, name)) for name in ("param", *STATES))
 
 
 def test_one_thread_for_many_elements_is_told_once(monkeypatch):

@@ -102,7 +102,7 @@ def test_rounding_is_right_in_the_mean_and_goes_to_a_neighbor():
 # -- kernels -------------------------------------------------------------------------------------------------------
 
 
-def a_piece(n, *, seed=9, index=0, k=3, ema=torch.bfloat16, m=torch.bfloat16, spans=None, **hyper):
+def a_shard(n, *, seed=9, index=0, k=3, ema=torch.bfloat16, m=torch.bfloat16, spans=None, **hyper):
     return FlatShard(
         param=torch.randn(n),
         grad=torch.randn(n),
@@ -114,26 +114,26 @@ def a_piece(n, *, seed=9, index=0, k=3, ema=torch.bfloat16, m=torch.bfloat16, sp
     )
 
 
-def run(kernel, piece, step_sizes=None):
+def run(kernel, shard, step_sizes=None):
     tensors = ("param", "grad", "exp_avg", "exp_avg_sq", "grad_ema")
-    piece = replace(piece, **{name: getattr(piece, name).clone() for name in tensors})
+    shard = replace(shard, **{name: getattr(shard, name).clone() for name in tensors})
     sums = torch.zeros(3, 1, dtype=torch.float64)
-    kernel.phase_one([piece], sums)
-    kernel.phase_two([piece], torch.tensor([0.01], dtype=torch.float64) if step_sizes is None else step_sizes)
-    return piece, sums
+    kernel.phase_one([shard], sums)
+    kernel.phase_two([shard], torch.tensor([0.01], dtype=torch.float64) if step_sizes is None else step_sizes)
+    return shard, sums
 
 
 @pytest.mark.parametrize("step_size", [1e-4, 0.0])
 def test_every_kernel_rounds_weights_with_the_same_bits(step_size):
     """Master weights in bfloat16. A weight that does not move keeps its bits."""
     n = 70001
-    piece = a_piece(n, ema=torch.float32, m=torch.float32, weight_decay=0.01)
-    piece = replace(piece, param=piece.param.bfloat16(), rounds_weights=True)
+    shard = a_shard(n, ema=torch.float32, m=torch.float32, weight_decay=0.01)
+    shard = replace(shard, param=shard.param.bfloat16(), rounds_weights=True)
     sizes = torch.tensor([step_size], dtype=torch.float64)
     got = {}
     for name, kernel in KERNELS.items():
-        got[name], _ = run(kernel, piece, sizes)
-    exact, _ = run(reference, replace(piece, param=piece.param.float(), rounds_weights=False), sizes)
+        got[name], _ = run(kernel, shard, sizes)
+    exact, _ = run(reference, replace(shard, param=shard.param.float(), rounds_weights=False), sizes)
     below = (bits(exact.param) & -65536).view(torch.float32)
     for name, one in got.items():
         differing = (bits(one.param) != bits(got["reference"].param)).sum().item()
@@ -144,8 +144,8 @@ def test_every_kernel_rounds_weights_with_the_same_bits(step_size):
             share = ((bits(exact.param) & 0xFFFF).double() / 65536).mean().item()
             assert abs(up.double().mean().item() - share) < 4 * 0.5 / n**0.5, name
         else:
-            assert same_bits(one.param, piece.param), name
-    nearest, _ = run(native, replace(piece, rounds_weights=False), sizes)
+            assert same_bits(one.param, shard.param), name
+    nearest, _ = run(native, replace(shard, rounds_weights=False), sizes)
     assert step_size == 0 or not same_bits(nearest.param, got["native"].param)
 
 
@@ -178,9 +178,9 @@ def test_weights_in_bfloat16_go_where_those_in_float32_go(kernel):
 def test_every_kernel_draws_the_same_bits(dtypes, k):
     """torch and C agree to the bit. The reference computes in another order; where its float32 value is another,
     the same draw mostly still gives the same bfloat16, and a wrong draw would differ in half of them."""
-    n = 70000  # more than one block, one piece of the generator's work, and not a multiple of anything
-    piece = a_piece(n, k=k, spans=[(3, 40001, 0), (40010, n - 1, 0, False)], **dtypes)
-    results = {name: run(kernel, piece) for name, kernel in KERNELS.items()}
+    n = 70000  # more than one block, one part of the generator's work, and not a multiple of anything
+    shard = a_shard(n, k=k, spans=[(3, 40001, 0), (40010, n - 1, 0, False)], **dtypes)
+    results = {name: run(kernel, shard) for name, kernel in KERNELS.items()}
     truth, truth_sums = results["reference"]
     for name in ("torch", "native", "foreach"):
         got, sums = results[name]
@@ -194,31 +194,31 @@ def test_every_kernel_draws_the_same_bits(dtypes, k):
         for name in ("native", "foreach"):
             assert same_bits(getattr(results["torch"][0], state), getattr(results[name][0], state)), (name, state)
     changed = [
-        {"spans": tuple(span._replace(seed=10) for span in piece.spans)},
-        {"spans": tuple(span._replace(offset=span.offset + 1) for span in piece.spans)},
-        {"coefficients": replace(piece.coefficients, step=k + 1)},
+        {"spans": tuple(span._replace(seed=10) for span in shard.spans)},
+        {"spans": tuple(span._replace(offset=span.offset + 1) for span in shard.spans)},
+        {"coefficients": replace(shard.coefficients, step=k + 1)},
     ]
-    for other in (replace(piece, **change) for change in changed):
+    for other in (replace(shard, **change) for change in changed):
         drawn_again, _ = run(native, other)
         for state in ("exp_avg", "grad_ema"):
-            if getattr(piece, state).dtype == torch.bfloat16:
+            if getattr(shard, state).dtype == torch.bfloat16:
                 assert 0.2 < (getattr(drawn_again, state) != getattr(truth, state)).float().mean().item() < 0.8
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_both_phases_see_the_first_moment_that_is_kept(kernel):
     """|r| must be of the r that phase two uses: with another, a step would not have the length lr * |theta|."""
-    piece = a_piece(300, alpha=0.0, weight_decay=0.0, eps=1e-3)
-    got, sums = run(KERNELS[kernel], piece)
-    step = piece.param.double() - got.param.double()
+    shard = a_shard(300, alpha=0.0, weight_decay=0.0, eps=1e-3)
+    got, sums = run(KERNELS[kernel], shard)
+    step = shard.param.double() - got.param.double()
     assert (step.norm() / 0.01).item() == pytest.approx(sums[1, 0].sqrt().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_infinity_and_nan_stay_what_they_are(kernel):
-    piece = a_piece(64, alpha=0.5, betas=(0.01, 0.9, 0.99))
-    piece.grad[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    got, _ = run(KERNELS[kernel], piece)
+    shard = a_shard(64, alpha=0.5, betas=(0.01, 0.9, 0.99))
+    shard.grad[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    got, _ = run(KERNELS[kernel], shard)
     assert not got.exp_avg[:3].isfinite().any()
     assert not got.grad_ema[:3].isfinite().any()
     assert got.exp_avg[3:].isfinite().all()
@@ -228,11 +228,11 @@ def test_infinity_and_nan_stay_what_they_are(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_indices_beyond_32_bits(kernel):
     """A tensor of 2^32 elements would not fit here. One that holds the elements about there of a parameter does."""
-    piece = a_piece(100, index=2**32 - 40, spans=[(3, 97, 0)])
-    got, _ = run(KERNELS[kernel], piece)
-    c, expected = piece.coefficients, piece.grad_ema.clone()
-    (span,) = piece.spans
-    u = piece.grad_ema.float().lerp(piece.grad, 1 - c.beta1)
+    shard = a_shard(100, index=2**32 - 40, spans=[(3, 97, 0)])
+    got, _ = run(KERNELS[kernel], shard)
+    c, expected = shard.coefficients, shard.grad_ema.clone()
+    (span,) = shard.spans
+    u = shard.grad_ema.float().lerp(shard.grad, 1 - c.beta1)
     noise = [written_out(span.seed, c.step, rounding.GRAD_EMA_BITS, span.offset + i) & 0xFFFF for i in range(94)]
     rounded = (u[3:97].view(torch.int32) + torch.tensor(noise, dtype=torch.int32)) >> 16
     expected[3:97] = rounded.to(torch.int16).view(torch.bfloat16)

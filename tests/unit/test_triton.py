@@ -23,7 +23,7 @@ from alto_distributed.kernels.triton import step as triton_step
 from alto_distributed.kernels.triton import values
 from alto_distributed.kernels.triton.launch import launch_phase_one
 from alto_distributed.kernels.triton.step import available
-from alto_distributed.kernels.triton.table import Dtypes, PieceTable, Tables, Tiling, tiling_for
+from alto_distributed.kernels.triton.table import Dtypes, ShardTable, Tables, Tiling, tiling_for
 from alto_distributed.kernels.triton.upload import upload
 from alto_distributed.kernels.triton.values import Values
 from tests.helpers.launcher import REPO
@@ -145,23 +145,23 @@ def test_triton_is_imported_at_the_first_launch_only():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 0
 
 
-def piece(spans, dtype=torch.float32):
+def shard(spans, dtype=torch.float32):
     flat = torch.zeros(spans[-1][1], dtype=dtype)
     numbers = Coefficients(0.0, 0.9, 0.9, 0.9, 1e-6, 0.0, 1.0, 1.0)
     return FlatShard(flat, flat, flat.float(), flat.float(), None, tuple(Span(*span) for span in spans), numbers)
 
 
-def tables(pieces, tiling=None):
-    table = PieceTable(torch.device("cpu"), tiling)
-    shapes = [(one, one.memory, Dtypes.of(one)) for one in batch_of(pieces)]
+def tables(shards, tiling=None):
+    table = ShardTable(torch.device("cpu"), tiling)
+    shapes = [(one, one.memory, Dtypes.of(one)) for one in batch_of(shards)]
     assert table.update(shapes)
     assert not table.update(shapes)
     return table.tables
 
 
 def test_every_element_of_a_span_is_in_one_chunk():
-    pieces = [piece([(3, 9, 0), (40, 200, 1)]), piece([(0, 64, 2), (64, 65, 0)]), piece([(0, 31, 0)], torch.bfloat16)]
-    made = tables(pieces, Tiling(tile=8, tiles=4))
+    shards = [shard([(3, 9, 0), (40, 200, 1)]), shard([(0, 64, 2), (64, 65, 0)]), shard([(0, 31, 0)], torch.bfloat16)]
+    made = tables(shards, Tiling(tile=8, tiles=4))
     seen, places = {}, {}
     for launch in made.launches:
         assert launch.programs == len(launch.chunks)
@@ -172,7 +172,7 @@ def test_every_element_of_a_span_is_in_one_chunk():
                 seen[index, element] = slot
             assert place not in places
             places[place] = slot
-    spans = {(i, e): s.slot for i, p in enumerate(pieces) for s in p.spans for e in range(s.start, s.stop)}
+    spans = {(i, e): s.slot for i, p in enumerate(shards) for s in p.spans for e in range(s.start, s.stop)}
     assert seen == spans
     assert sorted(places) == list(range(len(places))) == list(range(made.partials.shape[1]))
     totals = {slot: range(first, first + count) for first, count, slot in made.totals.tolist()}
@@ -180,7 +180,7 @@ def test_every_element_of_a_span_is_in_one_chunk():
 
 
 def test_alike_dtypes_share_a_launch():
-    alike = [piece([(0, 5, 0)]), piece([(0, 9, 1)]), piece([(0, 5, 2)], torch.bfloat16)]
+    alike = [shard([(0, 5, 0)]), shard([(0, 9, 1)]), shard([(0, 5, 2)], torch.bfloat16)]
     launches = tables(alike).launches
     assert [launch.programs for launch in launches] == [2, 1]
     assert [launch.dtypes for launch in launches] == [Dtypes.of(alike[0]), Dtypes.of(alike[2])]
@@ -189,7 +189,7 @@ def test_alike_dtypes_share_a_launch():
 def test_a_model_of_a_billion_elements_has_small_tables():
     tile, tiles = tiling_for(torch.device("cuda"))
     assert tile * tiles == 8192
-    large = piece([(0, 5, 0)])
+    large = shard([(0, 5, 0)])
     large.spans = (Span(0, 10**9, 0),)
     made = tables([large])
     everything = (made.launches[0].chunks, made.totals, made.partials)
@@ -200,8 +200,8 @@ def test_values_are_sent_when_they_change_and_no_more(monkeypatch):
     """Whatever way numbers and addresses have come, the tables hold what one made anew would."""
     sent = []
     monkeypatch.setattr(values, "upload", lambda *given, **kept: (sent.append(given), upload(*given, **kept)))
-    pieces = [piece([(0, 5 + n, n)]) for n in range(4)]
-    batch = batch_of(pieces)
+    shards = [shard([(0, 5 + n, n)]) for n in range(4)]
+    batch = batch_of(shards)
     rows = {n: n for n in range(4)}
     table = Values(4, torch.device("cpu"))
 
@@ -220,7 +220,7 @@ def test_values_are_sent_when_they_change_and_no_more(monkeypatch):
         anew.send(ours, rows)
         del sent[before + copies :]
         used = len({id(batch[n].coefficients) for n in some})
-        assert torch.equal(table.pieces, anew.pieces)
+        assert torch.equal(table.shards, anew.shards)
         assert torch.equal(table.coefficients[:used], anew.coefficients[:used])
         return copies
 

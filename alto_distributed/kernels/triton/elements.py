@@ -36,7 +36,7 @@ def element_type(dtype: torch.dtype | None) -> Any:
 def _pointers(address, tile, DTYPE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
     if WIDE:
         # The address is a multiple already. The arithmetic makes the promise below true of this very value, however
-        # the compiler moves it about, also where a misaligned piece takes the other path.
+        # the compiler moves it about, also where a misaligned shard takes the other path.
         address = address // _ALIGNMENT * _ALIGNMENT
     if DTYPE == tl.bfloat16:
         base = address.to(tl.pointer_type(tl.uint16), bitcast=True)

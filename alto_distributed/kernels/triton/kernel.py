@@ -2,11 +2,11 @@
 # ruff: noqa: SIM300
 # To a type checker the bodies below are not Python: Triton compiles them, and knows its own types. To the linter a
 # name in capitals is a constant that belongs on the right; here it is a parameter known when the kernel is compiled.
-"""The Triton kernels: one launch of each phase serves all pieces that are alike in their dtypes.
+"""The Triton kernels: one launch of each phase serves all shards that are alike in their dtypes.
 
 A program takes one chunk: neighboring elements of one span. It goes over them tile by tile; tiles that
-lie wholly inside the chunk, in pieces whose tensors are all aligned, with the widest loads and stores
-there are, the others element by element under a mask. Which piece, which elements and which slot it reads
+lie wholly inside the chunk, in shards whose tensors are all aligned, with the widest loads and stores
+there are, the others element by element under a mask. Which shard, which elements and which slot it reads
 from tables (``columns``); addresses are numbers in a table, so one launch reaches any number of
 tensors. All that changes from step to step is read from memory too: nothing is compiled anew, and a graph
 that replays the launches sees the new values.
@@ -15,7 +15,7 @@ Sums are the same to the bit from run to run, and rest on no order between progr
 sums, float64, in a place of its own. A second, tiny launch (:func:`finish`) adds up the places of each slot in their
 order. There is no atomic operation and no fence.
 
-A piece that is not in a step has no gradient address. Its programs find nothing to do. So tables serve steps in which
+A shard that is not in a step has no gradient address. Its programs find nothing to do. So tables serve steps in which
 some gradients are missing, as those of experts without tokens.
 
 No ``from __future__ import annotations`` here: Triton reads the annotations.
@@ -27,7 +27,7 @@ import triton.language as tl
 from . import columns
 from .elements import FOR_EXP_AVG, FOR_GRAD_EMA, from_bits, load, rounding_key, store, to_either_side, to_nearest
 
-_PIECE = tl.constexpr(columns.PIECE)
+_SHARD = tl.constexpr(columns.SHARD)
 _LOW = tl.constexpr(columns.LOW)
 _HIGH = tl.constexpr(columns.HIGH)
 _SLOT = tl.constexpr(columns.SLOT)
@@ -48,7 +48,7 @@ _EXP_AVG_SQ = tl.constexpr(columns.EXP_AVG_SQ)
 _GRAD_EMA = tl.constexpr(columns.GRAD_EMA)
 _ALIGNED = tl.constexpr(columns.ALIGNED)
 _COEFFICIENTS = tl.constexpr(columns.COEFFICIENTS)
-_PIECE_COLUMNS = tl.constexpr(columns.PIECE_COLUMNS)
+_SHARD_COLUMNS = tl.constexpr(columns.SHARD_COLUMNS)
 
 _ALPHA = tl.constexpr(columns.ALPHA)
 _ONE_MINUS_BETA1 = tl.constexpr(columns.ONE_MINUS_BETA1)
@@ -184,11 +184,11 @@ def _tile_of_phase_two(
 
 
 @triton.jit
-def _tiles(piece, low, high, TILE: tl.constexpr):
+def _tiles(shard, low, high, TILE: tl.constexpr):
     """Of elements [low, high): their tiles [first, stop), and among them those to be taken whole, [begin, end)."""
     first = low // TILE
     stop = tl.where(high > low, (high + (TILE - 1)) // TILE, first)
-    aligned = tl.load(piece + _ALIGNED) != 0
+    aligned = tl.load(shard + _ALIGNED) != 0
     begin = tl.where(aligned & (high > low), (low + (TILE - 1)) // TILE, stop)
     end = tl.maximum(high // TILE, begin)
     return first, begin, end, stop
@@ -198,10 +198,10 @@ def _tiles(piece, low, high, TILE: tl.constexpr):
 
 
 @triton.jit
-def _elements(chunk, piece):
-    """[low, high) of a chunk; nothing of a piece that is not in this step."""
+def _elements(chunk, shard):
+    """[low, high) of a chunk; nothing of a shard that is not in this step."""
     low, high = tl.load(chunk + _LOW), tl.load(chunk + _HIGH)
-    return low, tl.where(tl.load(piece + _GRAD) != 0, high, low)
+    return low, tl.where(tl.load(shard + _GRAD) != 0, high, low)
 
 
 @triton.jit(do_not_specialize=["places"])
@@ -209,7 +209,7 @@ def phase_one(
     chunks,
     partials,
     places,
-    pieces,
+    shards,
     coefficients,
     inverse_scale,
     skip,
@@ -223,17 +223,17 @@ def phase_one(
         if tl.load(skip) != 0:
             return
     chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_COLUMNS
-    piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
-    row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
-    low, high = _elements(chunk, piece)
-    first, begin, end, stop = _tiles(piece, low, high, TILE)
+    shard = shards + tl.load(chunk + _SHARD) * _SHARD_COLUMNS
+    row = coefficients + tl.load(shard + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
+    low, high = _elements(chunk, shard)
+    first, begin, end, stop = _tiles(shard, low, high, TILE)
 
     addresses = (
-        tl.load(piece + _PARAM),
-        tl.load(piece + _GRAD),
-        tl.load(piece + _EXP_AVG),
-        tl.load(piece + _EXP_AVG_SQ),
-        tl.load(piece + _GRAD_EMA),
+        tl.load(shard + _PARAM),
+        tl.load(shard + _GRAD),
+        tl.load(shard + _EXP_AVG),
+        tl.load(shard + _EXP_AVG_SQ),
+        tl.load(shard + _GRAD_EMA),
     )
     seed, step = tl.load(chunk + _SEED), tl.load(row + _STEP).to(tl.int64)
     rounding = (
@@ -296,7 +296,7 @@ def finish(totals, partials, places, sums, slots, skip, TILE: tl.constexpr):
 @triton.jit
 def phase_two(
     chunks,
-    pieces,
+    shards,
     coefficients,
     step_sizes,
     skip,
@@ -308,14 +308,14 @@ def phase_two(
         if tl.load(skip) != 0:
             return
     chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_COLUMNS
-    piece = pieces + tl.load(chunk + _PIECE) * _PIECE_COLUMNS
-    row = coefficients + tl.load(piece + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
+    shard = shards + tl.load(chunk + _SHARD) * _SHARD_COLUMNS
+    row = coefficients + tl.load(shard + _COEFFICIENTS) * _COEFFICIENT_COLUMNS
     step_size = tl.load(step_sizes + tl.load(chunk + _SLOT)).to(tl.float32)
-    low, high = _elements(chunk, piece)
+    low, high = _elements(chunk, shard)
     high = tl.where(step_size != 0.0, high, low)  # 0 is "stay"
-    first, begin, end, stop = _tiles(piece, low, high, TILE)
+    first, begin, end, stop = _tiles(shard, low, high, TILE)
 
-    addresses = (tl.load(piece + _PARAM), tl.load(piece + _EXP_AVG), tl.load(piece + _EXP_AVG_SQ))
+    addresses = (tl.load(shard + _PARAM), tl.load(shard + _EXP_AVG), tl.load(shard + _EXP_AVG_SQ))
     direction = _of_direction(row)
 
     for tile in range(first, begin):

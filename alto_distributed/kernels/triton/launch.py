@@ -35,7 +35,7 @@ def launch_phase_one(
                 launch.chunks,
                 tables.partials,
                 places,
-                values.pieces,
+                values.shards,
                 values.coefficients,
                 values.inverse_scale,
                 skip,
@@ -65,7 +65,7 @@ def launch_phase_two(
             dtypes = launch.dtypes
             kernels.phase_two[(launch.programs,)](
                 launch.chunks,
-                values.pieces,
+                values.shards,
                 values.coefficients,
                 step_sizes.contiguous(),
                 skip,

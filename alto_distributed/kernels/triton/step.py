@@ -1,7 +1,7 @@
 """The update on a GPU: a kernel in the sense of this folder, with one launch of Triton's a phase.
 
 Per step: one small copy to the device if an address or a number changed (gradients that were freed and
-allocated anew, the bias corrections), one launch for each phase. Pieces of other dtypes than the rest of
+allocated anew, the bias corrections), one launch for each phase. Shards of other dtypes than the rest of
 the model need launches of their own. The host never waits for the device.
 
 Triton is imported when someone asks whether it is there or launches, not before.
@@ -24,7 +24,7 @@ from ..foreach import ForeachKernel
 from ..protocol import Kernel
 from ..shards import Dtypes, FlatShard, Memory, batch_of
 from .launch import launch_phase_one, launch_phase_two
-from .table import PieceTable, Tables, Tiling
+from .table import ShardTable, Tables, Tiling
 from .values import Values
 
 if TYPE_CHECKING:
@@ -61,15 +61,15 @@ def _triton_is_installed() -> bool:
     return numbers is not None and tuple(map(int, numbers.groups())) >= _OLDEST_TRITON
 
 
-def serves(piece: FlatShard) -> bool:
-    """Whether the kernel is written for a piece. Not float64, nor tensors whose elements are not side by side, nor
+def serves(shard: FlatShard) -> bool:
+    """Whether the kernel is written for a shard. Not float64, nor tensors whose elements are not side by side, nor
     weights that are rounded stochastically."""
-    return _dtypes(piece, piece.memory) is not None
+    return _dtypes(shard, shard.memory) is not None
 
 
-def _dtypes(piece: FlatShard, memory: Memory | None) -> Dtypes | None:
-    """What a launch for a piece in this memory is compiled for; None if there is none."""
-    return None if memory is None or piece.rounds_weights else _launch(*memory.dtypes)
+def _dtypes(shard: FlatShard, memory: Memory | None) -> Dtypes | None:
+    """What a launch for a shard in this memory is compiled for; None if there is none."""
+    return None if memory is None or shard.rounds_weights else _launch(*memory.dtypes)
 
 
 @functools.cache
@@ -105,8 +105,8 @@ class TritonKernel:
 
     Args:
         tiling: how much a program does; by default what suits the device.
-        skip: float32, on the device of the pieces: programs end at once if it is not 0.
-        only: dtypes of the pieces that it may serve; by default all that it can.
+        skip: float32, on the device of the shards: programs end at once if it is not 0.
+        only: dtypes of the shards that it may serve; by default all that it can.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class TritonKernel:
         self._skip = skip
         self._only = only
 
-    def phase_one(self, pieces: Sequence[FlatShard], sums: torch.Tensor) -> Prepared:
-        prepared = self._prepare(pieces)
+    def phase_one(self, shards: Sequence[FlatShard], sums: torch.Tensor) -> Prepared:
+        prepared = self._prepare(shards)
         if prepared.ours:
             launch_phase_one(prepared.tables, prepared.tiling, prepared.values, sums, self._skip)
         rest = self._other_way.phase_one(prepared.others, sums) if prepared.others else None
         return prepared._replace(rest=rest)
 
     def phase_two(
-        self, pieces: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: Prepared | None = None
+        self, shards: Sequence[FlatShard], step_sizes: torch.Tensor, prepared: Prepared | None = None
     ) -> None:
-        prepared = prepared or self._prepare(pieces)
+        prepared = prepared or self._prepare(shards)
         if prepared.ours:
             launch_phase_two(prepared.tables, prepared.tiling, prepared.values, step_sizes, self._skip)
         if prepared.others:
@@ -140,11 +140,11 @@ class TritonKernel:
         return TritonKernel(self._tiling, skip, self._only)
 
     def only(self, dtypes: Collection[Dtypes]) -> TritonKernel:
-        """This kernel for pieces of these dtypes; others go the way of plain torch operations."""
+        """This kernel for shards of these dtypes; others go the way of plain torch operations."""
         return TritonKernel(self._tiling, self._skip, dtypes)
 
-    def _serves(self, piece: FlatShard) -> bool:
-        return self._allowed(_dtypes(piece, piece.memory))
+    def _serves(self, shard: FlatShard) -> bool:
+        return self._allowed(_dtypes(shard, shard.memory))
 
     def _allowed(self, dtypes: Dtypes | None) -> TypeGuard[Dtypes]:
         return dtypes is not None and (self._only is None or dtypes in self._only)
@@ -153,18 +153,18 @@ class TritonKernel:
     def _other_way(self) -> Kernel:
         return ForeachKernel(self._skip)
 
-    def _prepare(self, pieces: Sequence[FlatShard]) -> Prepared:
-        """The tables of these pieces, with their addresses and numbers on the device."""
-        batch = batch_of(pieces)
+    def _prepare(self, shards: Sequence[FlatShard]) -> Prepared:
+        """The tables of these shards, with their addresses and numbers on the device."""
+        batch = batch_of(shards)
         ours: list[tuple[FlatShard, Memory, Dtypes]] = []
         others: list[FlatShard] = []
-        for piece in batch:
-            memory = piece.memory
-            dtypes = _dtypes(piece, memory)
+        for shard in batch:
+            memory = shard.memory
+            dtypes = _dtypes(shard, memory)
             if memory is not None and self._allowed(dtypes):
-                ours.append((piece, memory, dtypes))
+                ours.append((shard, memory, dtypes))
             else:
-                others.append(piece)
+                others.append(shard)
                 if dtypes is not None:
                     _warn_of_unproved(dtypes)
         device = batch[0].param.device if batch else torch.device("cpu")
@@ -178,23 +178,23 @@ class TritonKernel:
         return Prepared(tables, table.tiling, values, bool(ours), others, None)
 
     def _in_use(
-        self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]], device: torch.device, kept: dict[Any, Any]
-    ) -> tuple[PieceTable, Values]:
+        self, shards: Sequence[tuple[FlatShard, Memory, Dtypes]], device: torch.device, kept: dict[Any, Any]
+    ) -> tuple[ShardTable, Values]:
         table, values = kept.get(key := ("triton", self._tiling, _stream(device)), (None, None))
         if table is None:
-            table = PieceTable(device, self._tiling)
-        if table.update(pieces) or values is None:
+            table = ShardTable(device, self._tiling)
+        if table.update(shards) or values is None:
             values = Values(len(table.rows), device)
         kept[key] = kept["triton", self._tiling] = table, values
         return table, values
 
     def _for_capture(
-        self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]], kept: dict[Any, Any]
-    ) -> tuple[PieceTable, Tables, Values]:
+        self, shards: Sequence[tuple[FlatShard, Memory, Dtypes]], kept: dict[Any, Any]
+    ) -> tuple[ShardTable, Tables, Values]:
         """What no step changes is that of the last step, on whatever stream; what is written is the graph's own."""
         table, values = kept.get(("triton", self._tiling), (None, None))
         own = None
-        if table is not None and all(table.knows(piece, dtypes) for piece, _, dtypes in pieces):
+        if table is not None and all(table.knows(shard, dtypes) for shard, _, dtypes in shards):
             own = values.for_capture()
         if own is None:
             refuse_cold("the tables of the Triton kernel are not on the device yet, or another graph has taken them")

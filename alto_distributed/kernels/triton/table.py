@@ -1,7 +1,7 @@
-"""How the spans of many pieces are cut into chunks, one a program, and which launches work on them.
+"""How the spans of many shards are cut into chunks, one a program, and which launches work on them.
 
 All of this hangs on shapes and dtypes alone. It is made once and kept on the device for as long as the
-optimizer steps with the same tensors; addresses and numbers, which change, are ``values``. A piece that is not in a
+optimizer steps with the same tensors; addresses and numbers, which change, are ``values``. A shard that is not in a
 step keeps its chunks: without an address its programs have nothing to do.
 """
 
@@ -55,11 +55,11 @@ class Tables:
     """The sums of each program."""
 
 
-class PieceTable:
-    """The chunks of every piece that has stepped so far, and the tables of all of them on the device.
+class ShardTable:
+    """The chunks of every shard that has stepped so far, and the tables of all of them on the device.
 
     Args:
-        device: of the pieces.
+        device: of the shards.
         tiling: how much a program does; by default what suits the device.
     """
 
@@ -67,26 +67,26 @@ class PieceTable:
         self.device = device
         self.tiling = tiling or tiling_for(device)
         self.rows: dict[int, int] = {}
-        """Place of a piece in the plan -> its row in the table of pieces."""
+        """Place of a shard in the plan -> its row in the table of shards."""
         self._known: dict[int, tuple[Dtypes, tuple[Span, ...]]] = {}
         self._chunks: dict[int, torch.Tensor] = {}
         self.tables = self._tables()
 
-    def knows(self, piece: FlatShard, dtypes: Dtypes) -> bool:
-        known, spans = self._known.get(piece.place, (None, ()))
+    def knows(self, shard: FlatShard, dtypes: Dtypes) -> bool:
+        known, spans = self._known.get(shard.place, (None, ()))
         # Most tuples of spans are the very objects of last time. Others may ask for sums of other parameters; the
         # kernel makes all sums anyway.
-        return known == dtypes and (spans is piece.spans or _without_ratio(spans) == _without_ratio(piece.spans))
+        return known == dtypes and (spans is shard.spans or _without_ratio(spans) == _without_ratio(shard.spans))
 
-    def update(self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]]) -> bool:
+    def update(self, shards: Sequence[tuple[FlatShard, Memory, Dtypes]]) -> bool:
         """Take in what is new; whether anything was."""
         changed = False
-        for piece, _, dtypes in pieces:
-            if not self.knows(piece, dtypes):
-                changed, shape = True, (dtypes, piece.spans)
-                self._known[piece.place] = shape
-                row = self.rows.setdefault(piece.place, len(self.rows))
-                self._chunks[piece.place] = _chunks(row, piece.spans, self.tiling)
+        for shard, _, dtypes in shards:
+            if not self.knows(shard, dtypes):
+                changed, shape = True, (dtypes, shard.spans)
+                self._known[shard.place] = shape
+                row = self.rows.setdefault(shard.place, len(self.rows))
+                self._chunks[shard.place] = _chunks(row, shard.spans, self.tiling)
         if changed:
             self.tables = self._tables()
         return changed
@@ -97,7 +97,7 @@ class PieceTable:
             alike.setdefault(dtypes, []).append(self._chunks[place])
         rows = {dtypes: torch.cat(some) for dtypes, some in alike.items()}
         slots = torch.cat([_empty(1)[:, 0], *(some[:, SLOT] for some in rows.values())])
-        # The partial sums of a slot stand side by side, whichever launches and pieces its chunks are in.
+        # The partial sums of a slot stand side by side, whichever launches and shards its chunks are in.
         places = torch.empty_like(slots)
         places[slots.argsort(stable=True)] = torch.arange(len(slots), dtype=torch.int64, device="cpu")
         start, launches = 0, []
@@ -121,7 +121,7 @@ def _empty(columns: int) -> torch.Tensor:
 
 
 def _chunks(row: int, spans: Sequence[Span], tiling: Tiling) -> torch.Tensor:
-    """The spans of a piece in chunks that begin at multiples of the tile, except where a span itself begins or ends."""
+    """The spans of a shard in chunks that begin at multiples of the tile, except where a span itself begins or ends."""
     tile, length = tiling.tile, tiling.tile * tiling.tiles
     found = [_empty(CHUNK_COLUMNS)]
     for start, stop, slot, _, seed, offset in spans:

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..shards import Coefficients, Dtypes, FlatShard, Memory
-from .columns import ALIGNMENT, COEFFICIENT_COLUMNS, CORRECTION2, CORRECTION3, PIECE_COLUMNS, STEP
+from .columns import ALIGNMENT, COEFFICIENT_COLUMNS, CORRECTION2, CORRECTION3, SHARD_COLUMNS, STEP
 from .upload import upload
 
-_PIECE = struct.Struct(f"={PIECE_COLUMNS}q")
+_SHARD = struct.Struct(f"={SHARD_COLUMNS}q")
 _NUMBERS = struct.Struct(f"={COEFFICIENT_COLUMNS}d")
 #: More numbers that have changed go in one copy.
 _FILLS = 12
@@ -27,18 +27,18 @@ Numbers = tuple[float, ...]
 
 
 class Values:
-    """The tables of pieces and of coefficients on the device, for a fixed number of pieces.
+    """The tables of shards and of coefficients on the device, for a fixed number of shards.
 
     Args:
-        pieces: how many.
-        device: of the pieces.
+        shards: how many.
+        device: of the shards.
         pinned: memory of the host for the copies that a graph records. Nothing else may ever be written to it.
     """
 
-    def __init__(self, pieces: int, device: torch.device, pinned: torch.Tensor | None = None) -> None:
+    def __init__(self, shards: int, device: torch.device, pinned: torch.Tensor | None = None) -> None:
         self._device = device
-        self._words = torch.zeros(pieces * (PIECE_COLUMNS + COEFFICIENT_COLUMNS), dtype=torch.int64, device=device)
-        self._split = pieces * PIECE_COLUMNS
+        self._words = torch.zeros(shards * (SHARD_COLUMNS + COEFFICIENT_COLUMNS), dtype=torch.int64, device=device)
+        self._split = shards * SHARD_COLUMNS
         self._addresses: list[tuple[int, int, Memory, int]] = []
         self._numbers: list[Numbers] = []
         self._betas: torch.Tensor | None = None
@@ -46,34 +46,34 @@ class Values:
         self.pinned = pinned
         self.spare: torch.Tensor | None = None
         """For the next capture, in which no memory can be pinned."""
-        self.pieces = self._words[: self._split].view(pieces, PIECE_COLUMNS)
-        self.coefficients = self._words[self._split :].view(torch.float64).view(pieces, COEFFICIENT_COLUMNS)
-        """As many rows as there are pieces; those that share their numbers share a row."""
+        self.shards = self._words[: self._split].view(shards, SHARD_COLUMNS)
+        self.coefficients = self._words[self._split :].view(torch.float64).view(shards, COEFFICIENT_COLUMNS)
+        """As many rows as there are shards; those that share their numbers share a row."""
         self.inverse_scale = self._one = torch.ones(1, dtype=torch.float32, device=device)
 
-    def send(self, pieces: Sequence[tuple[FlatShard, Memory, Dtypes]], rows: Mapping[int, int]) -> None:
+    def send(self, shards: Sequence[tuple[FlatShard, Memory, Dtypes]], rows: Mapping[int, int]) -> None:
         """Bring the tables up to date.
 
         Args:
-            pieces: of this step. The rows of all others become zeros.
-            rows: the row of each piece, by its place.
+            shards: of this step. The rows of all others become zeros.
+            rows: the row of each shard, by its place.
         """
         addresses: list[tuple[int, int, Memory, int]] = []
         numbers: list[Numbers] = []
         known: dict[int, tuple[int, Numbers]] = {}
         counters: list[torch.Tensor] = []
-        for piece, memory, _ in pieces:
-            c, counter = piece.coefficients, piece.counter
+        for shard, memory, _ in shards:
+            c, counter = shard.coefficients, shard.counter
             row, own = known.get(id(c), (-1, ()))
             if row < 0:
                 row, own = known[id(c)] = len(numbers), _numbers(c, counter is not None)
                 numbers.append(own)
-            elif counter is not None:  # a piece whose number of steps is on the device has a row of its own
+            elif counter is not None:  # a shard whose number of steps is on the device has a row of its own
                 row = len(numbers)
                 numbers.append(own)
             if counter is not None:
                 counters.append(counter)
-            addresses.append((rows[piece.place], row, memory, piece.grad.data_ptr()))
+            addresses.append((rows[shard.place], row, memory, shard.grad.data_ptr()))
         if addresses != self._addresses:
             self._addresses = addresses
             self._copy(0, _table_of(addresses, self._split))
@@ -91,13 +91,13 @@ class Values:
             if self.spare is None and self.pinned is None:
                 is_host = self._device.type == "cpu"
                 self.spare = torch.empty_like(self._words, device="cpu", pin_memory=not is_host)
-        scale = pieces[0][0].inverse_scale
+        scale = shards[0][0].inverse_scale
         self.inverse_scale = self._one if scale is None else scale
 
     def for_capture(self) -> Values | None:
         """Tables of their own for a step that is recorded, which takes the spare memory; None if there is none."""
         pinned, self.spare = self.spare, None
-        return None if pinned is None else Values(len(self.pieces), self._device, pinned)
+        return None if pinned is None else Values(len(self.shards), self._device, pinned)
 
     def _fills(self, numbers: Sequence[Numbers]) -> list[tuple[slice, int, float]] | None:
         """(rows, column, number) of what has changed; None if one copy is less work."""
@@ -140,7 +140,7 @@ def _table_of(addresses: Sequence[tuple[int, int, Memory, int]], words: int) -> 
     for at, row, memory, grad in addresses:
         param, m, v, average = memory.addresses
         aligned = not (param | grad | m | v | average) % ALIGNMENT
-        _PIECE.pack_into(table, at * _PIECE.size, param, grad, m, v, average, aligned, row)
+        _SHARD.pack_into(table, at * _SHARD.size, param, grad, m, v, average, aligned, row)
     return table
 
 

@@ -19,7 +19,7 @@ from alto_distributed.kernels.shards import Batch, Dtypes, batch_of
 from alto_distributed.kernels.triton.columns import ALIGNED, EXP_AVG, EXP_AVG_SQ, GRAD, GRAD_EMA, PARAM
 from alto_distributed.kernels.triton.launch import launch_phase_one
 from alto_distributed.kernels.triton.step import TritonKernel, serves
-from alto_distributed.kernels.triton.table import PieceTable, Tiling
+from alto_distributed.kernels.triton.table import ShardTable, Tiling
 from alto_distributed.kernels.triton.values import Values
 from tests.helpers.checks import run
 
@@ -42,7 +42,7 @@ def make(
     seed=0,
     index=0,
 ):
-    """A piece whose elements outside of the spans are NaN; ``misaligned`` moves its tensors off their alignment."""
+    """A shard whose elements outside of the spans are NaN; ``misaligned`` moves its tensors off their alignment."""
     length = max((stop for _, stop, *_ in spans), default=0) + padding
 
     def tensor(values, dtype):
@@ -73,80 +73,80 @@ def equal(one, other):
     return torch.equal(bits(one), bits(other))
 
 
-def in_spans(piece):
-    inside = torch.zeros_like(piece.param, dtype=torch.bool)
-    for start, stop, *_ in piece.spans:
+def in_spans(shard):
+    inside = torch.zeros_like(shard.param, dtype=torch.bool)
+    for start, stop, *_ in shard.spans:
         inside[start:stop] = True
     return inside
 
 
-def exact_weights(piece, step_sizes):
+def exact_weights(shard, step_sizes):
     """theta after phase two in float32, from the states as they are, in the kernel's own order of operations."""
-    c = piece.coefficients
-    theta = piece.param.float()
-    root = piece.exp_avg_sq.double().sqrt().float()  # correctly rounded, which torch's own in float32 is not
+    c = shard.coefficients
+    theta = shard.param.float()
+    root = shard.exp_avg_sq.double().sqrt().float()  # correctly rounded, which torch's own in float32 is not
     denominator = root * (c.correction3**-0.5) + c.eps1
-    r = piece.exp_avg.float() / denominator * (1 / c.correction2) + c.weight_decay * theta
+    r = shard.exp_avg.float() / denominator * (1 / c.correction2) + c.weight_decay * theta
     scale = torch.full_like(theta, float("nan"))
-    for start, stop, slot, *_ in piece.spans:
+    for start, stop, slot, *_ in shard.spans:
         scale[start:stop] = step_sizes[slot].float()
     return theta - scale * r
 
 
-def check_step(pieces, slots, kernel=None):
-    """One step here and in the reference, from the same values; leaves the new ones in ``pieces``."""
+def check_step(shards, slots, kernel=None):
+    """One step here and in the reference, from the same values; leaves the new ones in ``shards``."""
     kernel = kernel or TritonKernel(SMALL)
-    before, expected = copy.deepcopy(pieces), copy.deepcopy(pieces)
+    before, expected = copy.deepcopy(shards), copy.deepcopy(shards)
     sums = torch.full((3, slots), 3.0, dtype=torch.float64, device=DEVICE)  # it adds to what is there
     expected_sums = sums.clone()
-    kernel.phase_one(pieces, sums)
+    kernel.phase_one(shards, sums)
     reference.phase_one(expected, expected_sums)
-    for piece, other, old in zip(pieces, expected, before, strict=True):
-        assert equal(piece.grad, old.grad)
-        assert equal(piece.param, old.param)
+    for shard, other, old in zip(shards, expected, before, strict=True):
+        assert equal(shard.grad, old.grad)
+        assert equal(shard.param, old.param)
         for name in ("exp_avg", "exp_avg_sq", "grad_ema"):
-            if getattr(piece, name) is not None:
-                assert equal(getattr(piece, name), getattr(other, name)), name
+            if getattr(shard, name) is not None:
+                assert equal(getattr(shard, name), getattr(other, name)), name
     ratio = torch.zeros(slots, dtype=torch.bool, device=DEVICE)
-    ratio[[span.slot for piece in pieces for span in piece.spans if span.ratio]] = True
+    ratio[[span.slot for shard in shards for span in shard.spans if span.ratio]] = True
     torch.testing.assert_close(sums[:2, ratio], expected_sums[:2, ratio], rtol=1e-6, atol=0)
     assert torch.equal(sums[2], expected_sums[2])
 
     step_sizes = torch.rand(slots, dtype=torch.float64, device=DEVICE) * 0.1
-    exact = [exact_weights(piece, step_sizes) for piece in pieces]
-    kernel.phase_two(pieces, step_sizes)
+    exact = [exact_weights(shard, step_sizes) for shard in shards]
+    kernel.phase_two(shards, step_sizes)
     reference.phase_two(expected, step_sizes)
-    for piece, other, old, theta in zip(pieces, expected, before, exact, strict=True):
-        inside = in_spans(piece)
+    for shard, other, old, theta in zip(shards, expected, before, exact, strict=True):
+        inside = in_spans(shard)
         for name in TENSORS:
-            new = getattr(piece, name)
+            new = getattr(shard, name)
             if new is not None:
                 assert equal(new[~inside], getattr(old, name)[~inside]), f"padding of {name}"
                 assert not new[inside].isnan().any(), name
-        assert torch.equal(piece.param[inside], theta[inside].to(piece.param.dtype))
-        one_place = {FLOAT32: 1e-6, BFLOAT16: 2**-7, FLOAT16: 2**-10}[piece.param.dtype]
-        torch.testing.assert_close(piece.param[inside], other.param[inside], rtol=one_place, atol=1e-6)
+        assert torch.equal(shard.param[inside], theta[inside].to(shard.param.dtype))
+        one_place = {FLOAT32: 1e-6, BFLOAT16: 2**-7, FLOAT16: 2**-10}[shard.param.dtype]
+        torch.testing.assert_close(shard.param[inside], other.param[inside], rtol=one_place, atol=1e-6)
 
 
-def tables(pieces):
-    table = PieceTable(DEVICE, SMALL)
-    table.update([(piece, piece.memory, Dtypes.of(piece)) for piece in batch_of(pieces)])
+def tables(shards):
+    table = ShardTable(DEVICE, SMALL)
+    table.update([(shard, shard.memory, Dtypes.of(shard)) for shard in batch_of(shards)])
     return table.tables
 
 
 # -- what every run does ----------------------------------------------------------------------------------
 
 
-def check_pieces_of_every_length_share_a_launch():
-    """Lengths around a tile (16) and a chunk (32), two groups; slots shared between pieces and within one."""
+def check_shards_of_every_length_share_a_launch():
+    """Lengths around a tile (16) and a chunk (32), two groups; slots shared between shards and within one."""
     c, other = Coefficients.at_step(HYPER, 3), Coefficients.at_step(Hyperparameters(lr=0.5, betas=(0.9, 0.8, 0.7)), 1)
     lengths = (1, 15, 16, 17, 31, 32, 33, 64, 65)
-    pieces = [make([(0, n, i % 4)], (c, other)[i % 2]) for i, n in enumerate(lengths)]
-    pieces.append(make([(0, 20, 4, False), (20, 40, 2), (40, 60, 5), (60, 80, 2)], other))
+    shards = [make([(0, n, i % 4)], (c, other)[i % 2]) for i, n in enumerate(lengths)]
+    shards.append(make([(0, 20, 4, False), (20, 40, 2), (40, 60, 5), (60, 80, 2)], other))
     kernel = TritonKernel(SMALL)
     for _ in range(2):
-        check_step(pieces, 6, kernel)
-    assert len(tables(pieces).launches) == 1
+        check_step(shards, 6, kernel)
+    assert len(tables(shards).launches) == 1
 
 
 def check_padding_and_spans_anywhere():
@@ -163,8 +163,8 @@ def check_misaligned_tensors():
     moved = copy.deepcopy(aligned)
     moved.grad = torch.cat([moved.grad[:1], moved.grad])[1:]  # one tensor off is enough
     sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
-    for n, piece in enumerate((aligned, moved)):
-        TritonKernel(SMALL).phase_one([piece], sums[:, n:])
+    for n, shard in enumerate((aligned, moved)):
+        TritonKernel(SMALL).phase_one([shard], sums[:, n:])
     assert torch.equal(sums[:, 0], sums[:, 1])
     check_step([moved], 1)
 
@@ -183,9 +183,9 @@ def check_weights_and_gradients_of_low_precision():
     """Read and written in their own precision, ties to even; one launch for each combination."""
     c = Coefficients.at_step(HYPER, 2)
     pairs = [(BFLOAT16, BFLOAT16), (FLOAT16, FLOAT16), (FLOAT32, BFLOAT16), (BFLOAT16, FLOAT32)]
-    pieces = [make([(3, 70, i)], c, param=p, grad=g) for i, (p, g) in enumerate(pairs)]
-    check_step(pieces, 4)
-    assert len(tables(pieces).launches) == 4
+    shards = [make([(3, 70, i)], c, param=p, grad=g) for i, (p, g) in enumerate(pairs)]
+    check_step(shards, 4)
+    assert len(tables(shards).launches) == 4
 
 
 def check_several_launches_add_to_one_slot():
@@ -226,43 +226,43 @@ def rounded_by(to_nearest, x):
 def check_states_in_bfloat16():
     """Stochastic rounding by the bits of kernels/rounding.py: equal to the reference to the bit, m and u alike."""
     c, later = Coefficients.at_step(HYPER, 1), Coefficients.at_step(HYPER, 70_000)
-    pieces = [
+    shards = [
         make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=0xFEDCBA98),
         make([(9, 70, 1)], later, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=1, padding=3, index=2**32 - 40),
         make([(0, 70, 0)], c, exp_avg=BFLOAT16, grad_ema=None, seed=2, index=12345),
         make([(0, 70, 1)], c, grad_ema=BFLOAT16, seed=3, param=BFLOAT16, misaligned=1),
     ]
-    plain = copy.deepcopy(pieces[0])
+    plain = copy.deepcopy(shards[0])
     kernel = TritonKernel(SMALL)
     for _ in range(2):
-        check_step(pieces, 2, kernel)
+        check_step(shards, 2, kernel)
     for changed in ({"seed": 5}, {"offset": 1}):  # they are used, or this would be the same
         other = copy.deepcopy(plain)
         other.spans = (other.spans[0]._replace(**changed),)
         kernel.phase_one([other], torch.zeros(3, 2, dtype=torch.float64, device=DEVICE))
-        assert not equal(other.exp_avg, pieces[0].exp_avg)
+        assert not equal(other.exp_avg, shards[0].exp_avg)
 
 
 def check_indices_beyond_32_bits():
     """Addresses are moved back so that the indices of a small tensor lie about a multiple of 2^32."""
     first, length = 3 * 2**32 - 37, 100
     c = Coefficients.at_step(HYPER, 6)
-    piece = make([(0, length, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=77)
-    expected = copy.deepcopy(piece)
-    moved = dataclasses.replace(piece, spans=(Span(first, first + length, 0, True, 77, first),))
-    values, table = Values(1, DEVICE), PieceTable(DEVICE, SMALL)
+    shard = make([(0, length, 0)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=77)
+    expected = copy.deepcopy(shard)
+    moved = dataclasses.replace(shard, spans=(Span(first, first + length, 0, True, 77, first),))
+    values, table = Values(1, DEVICE), ShardTable(DEVICE, SMALL)
     sent = [(moved, moved.memory, Dtypes.of(moved))]
     table.update(sent)
     values.send(sent, table.rows)
     for column, tensor in {
-        PARAM: piece.param,
-        GRAD: piece.grad,
-        EXP_AVG: piece.exp_avg,
-        EXP_AVG_SQ: piece.exp_avg_sq,
-        GRAD_EMA: piece.grad_ema,
+        PARAM: shard.param,
+        GRAD: shard.grad,
+        EXP_AVG: shard.exp_avg,
+        EXP_AVG_SQ: shard.exp_avg_sq,
+        GRAD_EMA: shard.grad_ema,
     }.items():
-        values.pieces[0, column] -= first * tensor.element_size()
-    values.pieces[0, ALIGNED] = 0  # where the tiles begin, the tensors are not aligned now
+        values.shards[0, column] -= first * tensor.element_size()
+    values.shards[0, ALIGNED] = 0  # where the tiles begin, the tensors are not aligned now
     sums = torch.zeros(3, 1, dtype=torch.float64, device=DEVICE)
     launch_phase_one(table.tables, SMALL, values, sums)
 
@@ -271,113 +271,113 @@ def check_indices_beyond_32_bits():
     (span,) = moved.spans
     rounding.store(expected.grad_ema, u, span, 6, rounding.GRAD_EMA_BITS)
     rounding.store(expected.exp_avg, m, span, 6, rounding.EXP_AVG_BITS)
-    assert equal(piece.grad_ema, expected.grad_ema)
-    assert equal(piece.exp_avg, expected.exp_avg)
+    assert equal(shard.grad_ema, expected.grad_ema)
+    assert equal(shard.exp_avg, expected.exp_avg)
 
 
 def check_gradients_are_unscaled_and_negated_as_they_are_read():
     """In float32, also those of float16, which could not hold the small ones; and the gradients stay as they are."""
     climbing = Coefficients.at_step(dataclasses.replace(HYPER, maximize=True), 2)
     for grad in (FLOAT32, BFLOAT16, FLOAT16):
-        pieces = [make([(0, 70, 0)], c, grad=grad) for c in (climbing, Coefficients.at_step(HYPER, 2))]
+        shards = [make([(0, 70, 0)], c, grad=grad) for c in (climbing, Coefficients.at_step(HYPER, 2))]
         scale = torch.full((1,), 1 / 1024, device=DEVICE)
-        for piece in pieces:
-            piece.inverse_scale = scale
-        by_hand = copy.deepcopy(pieces)
-        for piece in by_hand:
-            piece.grad = piece.grad.float() * (piece.coefficients.sign / 1024)
-            piece.inverse_scale, piece.coefficients = None, Coefficients.at_step(HYPER, 2)
+        for shard in shards:
+            shard.inverse_scale = scale
+        by_hand = copy.deepcopy(shards)
+        for shard in by_hand:
+            shard.grad = shard.grad.float() * (shard.coefficients.sign / 1024)
+            shard.inverse_scale, shard.coefficients = None, Coefficients.at_step(HYPER, 2)
         sums = [torch.zeros(3, 1, dtype=torch.float64, device=DEVICE) for _ in range(2)]
-        gradients = [piece.grad.clone() for piece in pieces]
-        for some, total in zip((pieces, by_hand), sums, strict=True):
+        gradients = [shard.grad.clone() for shard in shards]
+        for some, total in zip((shards, by_hand), sums, strict=True):
             TritonKernel(SMALL).phase_one(some, total)
-        for piece, other, gradient in zip(pieces, by_hand, gradients, strict=True):
-            assert equal(piece.grad, gradient)
-            assert all(equal(getattr(piece, name), getattr(other, name)) for name in TENSORS)
+        for shard, other, gradient in zip(shards, by_hand, gradients, strict=True):
+            assert equal(shard.grad, gradient)
+            assert all(equal(getattr(shard, name), getattr(other, name)) for name in TENSORS)
         assert torch.equal(*sums)
 
 
 def check_counters_on_the_device_make_the_corrections():
-    """As under capturable: each piece at a step of its own, and bits of rounding that hang on it."""
+    """As under capturable: each shard at a step of its own, and bits of rounding that hang on it."""
     for corrected in (True, False):
         hyper = dataclasses.replace(HYPER, bias_correction=corrected)
         steps = (1, 4, 1000)
-        pieces = [make([(0, 40, i)], Coefficients.at_step(hyper, k), exp_avg=BFLOAT16) for i, k in enumerate(steps)]
-        others = copy.deepcopy(pieces)
+        shards = [make([(0, 40, i)], Coefficients.at_step(hyper, k), exp_avg=BFLOAT16) for i, k in enumerate(steps)]
+        others = copy.deepcopy(shards)
         unknown = Coefficients.at_step(hyper, 0)
-        for piece, k in zip(others, steps, strict=True):
-            piece.coefficients, piece.counter = unknown, torch.tensor(float(k), device=DEVICE)
+        for shard, k in zip(others, steps, strict=True):
+            shard.coefficients, shard.counter = unknown, torch.tensor(float(k), device=DEVICE)
         results = []
-        for some in (pieces, others):
+        for some in (shards, others):
             sums = torch.zeros(3, 3, dtype=torch.float64, device=DEVICE)
             kernel = TritonKernel(SMALL)
             sizes = torch.full((3,), 0.1, dtype=torch.float64, device=DEVICE)
             kernel.phase_two(some, sizes, kernel.phase_one(some, sums))
             results.append(sums)
         torch.testing.assert_close(*results, rtol=1e-6, atol=0)
-        for piece, other in zip(pieces, others, strict=True):
-            assert all(equal(getattr(piece, name), getattr(other, name)) for name in TENSORS[1:])
-            torch.testing.assert_close(piece.param, other.param, rtol=1e-6, atol=1e-7)
+        for shard, other in zip(shards, others, strict=True):
+            assert all(equal(getattr(shard, name), getattr(other, name)) for name in TENSORS[1:])
+            torch.testing.assert_close(shard.param, other.param, rtol=1e-6, atol=1e-7)
 
 
 def check_gradients_that_are_not_finite():
     """An infinity or NaN goes where the reference has it, into the sums, and to no other element."""
     c = Coefficients.at_step(HYPER, 2)
-    pieces = [make([(0, 40, 0)], c), make([(0, 40, 1)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16)]
-    for piece in pieces:
-        piece.grad[3], piece.grad[39] = float("inf"), -float("inf")
-        bits(piece.grad)[20] = 0x7FFFFFFF  # a NaN to which nothing can be added without its becoming a zero
-    expected = copy.deepcopy(pieces)
+    shards = [make([(0, 40, 0)], c), make([(0, 40, 1)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16)]
+    for shard in shards:
+        shard.grad[3], shard.grad[39] = float("inf"), -float("inf")
+        bits(shard.grad)[20] = 0x7FFFFFFF  # a NaN to which nothing can be added without its becoming a zero
+    expected = copy.deepcopy(shards)
     sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
     expected_sums = sums.clone()
     kernel = TritonKernel(SMALL)
-    kernel.phase_one(pieces, sums)
+    kernel.phase_one(shards, sums)
     reference.phase_one(expected, expected_sums)
     torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=0, equal_nan=True)
-    kernel.phase_two(pieces, torch.ones(2, dtype=torch.float64, device=DEVICE))
+    kernel.phase_two(shards, torch.ones(2, dtype=torch.float64, device=DEVICE))
     reference.phase_two(expected, torch.ones(2, dtype=torch.float64, device=DEVICE))
-    for piece, other in zip(pieces, expected, strict=True):
-        assert piece.param.isnan().sum() == 3
+    for shard, other in zip(shards, expected, strict=True):
+        assert shard.param.isnan().sum() == 3
         for name in ("param", "exp_avg", "exp_avg_sq", "grad_ema"):
             torch.testing.assert_close(
-                getattr(piece, name), getattr(other, name), rtol=1e-6, atol=1e-6, equal_nan=True, msg=name
+                getattr(shard, name), getattr(other, name), rtol=1e-6, atol=1e-6, equal_nan=True, msg=name
             )
 
 
 def check_a_flag_on_the_device_skips_the_step():
-    """Nothing changes while the flag is set, also in pieces that go another way; with a flag of 0 it is a step."""
+    """Nothing changes while the flag is set, also in shards that go another way; with a flag of 0 it is a step."""
     c = Coefficients.at_step(HYPER, 2)
-    pieces = [
+    shards = [
         make([(0, 40, 0), (50, 90, 0, False)], c, padding=7),
         make([(0, 40, 1)], c, exp_avg=BFLOAT16, grad_ema=BFLOAT16, seed=5),
         make([(0, 20, 1)], c),
     ]
     for name in ("param", "grad", "exp_avg", "exp_avg_sq", "grad_ema"):
-        setattr(pieces[2], name, getattr(pieces[2], name).double())
-    assert [serves(piece) for piece in pieces] == [True, True, False]
+        setattr(shards[2], name, getattr(shards[2], name).double())
+    assert [serves(shard) for shard in shards] == [True, True, False]
     kernel = TritonKernel(SMALL)
-    expected, steps = copy.deepcopy(pieces), torch.full((2,), 0.1, dtype=torch.float64, device=DEVICE)
-    good = [piece.grad.clone() for piece in pieces]
-    for piece in pieces:
-        piece.grad[3], piece.grad[19] = float("nan"), float("inf")
+    expected, steps = copy.deepcopy(shards), torch.full((2,), 0.1, dtype=torch.float64, device=DEVICE)
+    good = [shard.grad.clone() for shard in shards]
+    for shard in shards:
+        shard.grad[3], shard.grad[19] = float("nan"), float("inf")
     for flag in (1.0, 0.0):
         guarded = kernel.unless(torch.tensor([flag], device=DEVICE))
         sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
-        guarded.phase_one(pieces, sums)
-        guarded.phase_two(pieces, steps * (float("nan") if flag else 1))
+        guarded.phase_one(shards, sums)
+        guarded.phase_two(shards, steps * (float("nan") if flag else 1))
         if not flag:
             assert (sums > 0).all()
             plain = torch.zeros_like(sums)
             kernel.phase_one(expected, plain)
             kernel.phase_two(expected, steps)
             assert torch.equal(sums, plain)
-        for piece, other in zip(pieces, expected, strict=True):
+        for shard, other in zip(shards, expected, strict=True):
             for name in TENSORS:
-                if getattr(piece, name) is not None:
-                    one, two = (getattr(p, name).view(torch.uint8) for p in (piece, other))
+                if getattr(shard, name) is not None:
+                    one, two = (getattr(p, name).view(torch.uint8) for p in (shard, other))
                     assert torch.equal(one, two), (name, flag)
-        for piece, grad in zip(pieces, good, strict=True):
-            piece.grad.copy_(grad)
+        for shard, grad in zip(shards, good, strict=True):
+            shard.grad.copy_(grad)
 
 
 def check_eps1_of_zero():
@@ -389,13 +389,13 @@ def check_sums_keep_their_digits():
     """Squares are taken and added in float64: float32 would lose digits, overflow or vanish."""
     n = 40_000
     c = dataclasses.replace(Coefficients.at_step(HYPER, 1), weight_decay=0.0)
-    piece = make([(0, n, 0), (n, n + 8, 1), (n + 8, n + 16, 2)], c)
-    piece.param[n : n + 8], piece.param[n + 8 :] = 1e25, 1e-30
-    expected = torch.stack([piece.param[s.start : s.stop].double().square().sum() for s in piece.spans])
+    shard = make([(0, n, 0), (n, n + 8, 1), (n + 8, n + 16, 2)], c)
+    shard.param[n : n + 8], shard.param[n + 8 :] = 1e25, 1e-30
+    expected = torch.stack([shard.param[s.start : s.stop].double().square().sum() for s in shard.spans])
     sums = torch.zeros(3, 3, dtype=torch.float64, device=DEVICE)
-    TritonKernel(Tiling(tile=2048, tiles=4)).phase_one([piece], sums)
+    TritonKernel(Tiling(tile=2048, tiles=4)).phase_one([shard], sums)
     torch.testing.assert_close(sums[0], expected, rtol=1e-14, atol=0)
-    m, v = piece.exp_avg / c.correction2, piece.exp_avg_sq / c.correction3
+    m, v = shard.exp_avg / c.correction2, shard.exp_avg_sq / c.correction3
     r = (m.double() / (v.double().sqrt() + c.eps1))[:n]
     torch.testing.assert_close(sums[1, 0], r.square().sum(), rtol=1e-7, atol=0)
 
@@ -403,10 +403,10 @@ def check_sums_keep_their_digits():
 def check_sums_do_not_depend_on_the_order_of_programs():
     """The same bits however the programs of a launch take turns, and again when it is launched once more."""
     c = Coefficients.at_step(HYPER, 2)
-    pieces = [make([(0, 200, 0), (200, 300, 1)], c), make([(0, 333, 0)], c)]
+    shards = [make([(0, 200, 0), (200, 300, 1)], c), make([(0, 333, 0)], c)]
     results = []
     for order in ("forward", "forward", "reverse", "random", "random"):
-        kernel, fresh = TritonKernel(SMALL), copy.deepcopy(pieces)
+        kernel, fresh = TritonKernel(SMALL), copy.deepcopy(shards)
         sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
         with turns(order):
             kernel.phase_one(fresh, sums)
@@ -449,10 +449,10 @@ class turns:
 def check_tables_are_kept_and_values_sent_only_if_they_changed():
     """New gradients and new numbers need no new tables; equal ones need no copy at all."""
     kernel, kept = TritonKernel(SMALL), {}
-    piece = make([(0, 40, 0)], Coefficients.at_step(HYPER, 1))
+    shard = make([(0, 40, 0)], Coefficients.at_step(HYPER, 1))
 
     def batch():
-        return Batch([piece], kept)
+        return Batch([shard], kept)
 
     check_step(batch(), 1, kernel)
     table, values = kept["triton", SMALL]
@@ -461,8 +461,8 @@ def check_tables_are_kept_and_values_sent_only_if_they_changed():
     assert values._addresses is addresses
     assert values._numbers is numbers
     for k in (2, 3):
-        old = piece.grad  # kept alive, so that the new one is elsewhere
-        piece = dataclasses.replace(piece, grad=torch.randn_like(old), coefficients=Coefficients.at_step(HYPER, k))
+        old = shard.grad  # kept alive, so that the new one is elsewhere
+        shard = dataclasses.replace(shard, grad=torch.randn_like(old), coefficients=Coefficients.at_step(HYPER, k))
         check_step(batch(), 1, kernel)
     assert values._addresses is not addresses
     assert values._numbers is not numbers
@@ -470,41 +470,41 @@ def check_tables_are_kept_and_values_sent_only_if_they_changed():
     assert list(kept.values()) == [(table, values)] * 2  # of this stream, and the latest
 
 
-def check_pieces_that_are_not_in_a_step():
+def check_shards_that_are_not_in_a_step():
     """Their chunks stay in the tables, and nothing of theirs is touched or added, whoever else is there."""
     kernel, kept, c = TritonKernel(SMALL), {}, Coefficients.at_step(HYPER, 2)
-    pieces = [make([(0, 70, 0)], c), make([(3, 40, 1)], c), make([(0, 33, 1)], c, grad=BFLOAT16)]
-    for place, piece in enumerate(pieces):
-        piece.place = place
+    shards = [make([(0, 70, 0)], c), make([(3, 40, 1)], c), make([(0, 33, 1)], c, grad=BFLOAT16)]
+    for place, shard in enumerate(shards):
+        shard.place = place
     made = []
     for present in ([0], [0, 1, 2], [1], [2, 0], [0, 1, 2]):
-        before = copy.deepcopy(pieces)
-        check_step(Batch([pieces[i] for i in present], kept), 2, kernel)
-        for i, (piece, old) in enumerate(zip(pieces, before, strict=True)):
+        before = copy.deepcopy(shards)
+        check_step(Batch([shards[i] for i in present], kept), 2, kernel)
+        for i, (shard, old) in enumerate(zip(shards, before, strict=True)):
             for name in TENSORS:
-                same = equal(getattr(piece, name), getattr(old, name))
+                same = equal(getattr(shard, name), getattr(old, name))
                 assert same == (i not in present), (present, i, name)
         made.append(next(iter(kept.values()))[0].tables)
-    assert len({id(tables) for tables in made}) == 2  # with the new pieces of the second step, and never again
+    assert len({id(tables) for tables in made}) == 2  # with the new shards of the second step, and never again
 
 
 def check_a_step_size_of_zero_leaves_weights_alone():
     """Also where there has been no gradient yet, and eps1 is 0: r is 0/0 there."""
-    piece = make([(0, 40, 0), (40, 90, 1)], Coefficients.at_step(Hyperparameters(eps=(0.0, 0.0, 0.0)), 1))
-    for tensor in (piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.grad_ema):
+    shard = make([(0, 40, 0), (40, 90, 1)], Coefficients.at_step(Hyperparameters(eps=(0.0, 0.0, 0.0)), 1))
+    for tensor in (shard.grad, shard.exp_avg, shard.exp_avg_sq, shard.grad_ema):
         tensor[:40] = 0
-    piece.grad[50], piece.grad[51:60] = 1e-45, 0.0
-    before, sums = copy.deepcopy(piece), torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
+    shard.grad[50], shard.grad[51:60] = 1e-45, 0.0
+    before, sums = copy.deepcopy(shard), torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
     kernel = TritonKernel(SMALL)
-    kernel.phase_one([piece], sums)
+    kernel.phase_one([shard], sums)
     assert sums[2].tolist() == [0.0, 41.0]
-    kernel.phase_two([piece], torch.tensor([0.0, 0.1], dtype=torch.float64, device=DEVICE))
-    assert equal(piece.param[:40], before.param[:40])
-    assert (piece.param[40:] != before.param[40:]).all()
+    kernel.phase_two([shard], torch.tensor([0.0, 0.1], dtype=torch.float64, device=DEVICE))
+    assert equal(shard.param[:40], before.param[:40])
+    assert (shard.param[40:] != before.param[40:]).all()
 
 
 def check_float64_goes_another_way():
-    """Pieces that the kernel is not written for are served by plain torch operations, in the same call."""
+    """Shards that the kernel is not written for are served by plain torch operations, in the same call."""
     c = Coefficients.at_step(HYPER, 2)
     ours, theirs = make([(0, 20, 0)], c), make([(0, 20, 1)], c)
     for name in ("param", "grad", "exp_avg", "exp_avg_sq", "grad_ema"):
@@ -513,34 +513,34 @@ def check_float64_goes_another_way():
     assert not serves(theirs)
     # A subclass may have no memory of its own: a collective's result that is not there yet has address 0.
     assert not serves(dataclasses.replace(ours, grad=ours.grad.as_subclass(type("Wrapper", (torch.Tensor,), {}))))
-    pieces = [theirs, ours]
-    expected, kernel = copy.deepcopy(pieces), TritonKernel(SMALL)
+    shards = [theirs, ours]
+    expected, kernel = copy.deepcopy(shards), TritonKernel(SMALL)
     for module in (kernel, reference):
         sums = torch.zeros(3, 2, dtype=torch.float64, device=DEVICE)
-        module.phase_one(pieces if module is kernel else expected, sums)
-        module.phase_two(pieces if module is kernel else expected, sums[0] * 1e-3)
+        module.phase_one(shards if module is kernel else expected, sums)
+        module.phase_two(shards if module is kernel else expected, sums[0] * 1e-3)
         assert (sums > 0).all()
-    for piece, other in zip(pieces, expected, strict=True):
-        torch.testing.assert_close(piece.param, other.param, rtol=1e-6, atol=1e-7)
+    for shard, other in zip(shards, expected, strict=True):
+        torch.testing.assert_close(shard.param, other.param, rtol=1e-6, atol=1e-7)
 
 
 def check_expanded_gradients_go_another_way():
     """As autograd makes them of a sum: one element that stands for all, so memory has no others to be read."""
-    piece = make([(0, 40, 0)], Coefficients.at_step(HYPER, 2))
-    piece.grad = torch.ones(1, device=DEVICE).expand(40)
-    expected, kernel = copy.deepcopy(piece), TritonKernel(SMALL)
+    shard = make([(0, 40, 0)], Coefficients.at_step(HYPER, 2))
+    shard.grad = torch.ones(1, device=DEVICE).expand(40)
+    expected, kernel = copy.deepcopy(shard), TritonKernel(SMALL)
     sums = torch.zeros(3, 1, dtype=torch.float64, device=DEVICE)
-    assert not kernel.phase_one([piece], sums).ours
+    assert not kernel.phase_one([shard], sums).ours
     reference.phase_one([expected], sums)
-    torch.testing.assert_close(piece.exp_avg, expected.exp_avg, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(shard.exp_avg, expected.exp_avg, rtol=1e-6, atol=1e-7)
 
 
 def check_nothing_to_do():
     kernel = TritonKernel(SMALL)
     sums = torch.zeros(3, 0, dtype=torch.float64, device=DEVICE)
-    for pieces in ([], [make([], Coefficients.at_step(HYPER, 1))], [make([(0, 0, 0)], Coefficients.at_step(HYPER, 1))]):
-        kernel.phase_one(pieces, sums)
-        kernel.phase_two(pieces, sums[0])
+    for shards in ([], [make([], Coefficients.at_step(HYPER, 1))], [make([(0, 0, 0)], Coefficients.at_step(HYPER, 1))]):
+        kernel.phase_one(shards, sums)
+        kernel.phase_two(shards, sums[0])
 
 
 CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_") and name != "check_step"}

@@ -31,7 +31,7 @@ for some in ("sm_80", "sm_90", "sm_100", "gfx90a"):
     BUILDS += [(some, "bfloat16", SMALL_STATES)]
     BUILDS += [(some, "guarded", USUAL)]  # programs end at once if a flag on the device says so
 
-TABLES = {"chunks": "*i64", "pieces": "*i64", "coefficients": "*fp64"}
+TABLES = {"chunks": "*i64", "shards": "*i64", "coefficients": "*fp64"}
 SUMS = {"totals": "*i64", "partials": "*fp64", "places": "i32", "sums": "*fp64", "slots": "i32"}
 
 
