@@ -118,7 +118,7 @@ class ALTOBase(EagerStep):
                 are whole logical parameters (or DTensors, which know their own layout).
             joined: parameters in whose norms this rank takes part although none of its tensors has a
                 segment of them, not even an empty one.
-            replicas: process groups of all ranks that have the same parameters, or pieces of them, whose kernels must
+            replicas: process groups of all ranks that have the same parameters, or shards of them, whose kernels must
                 be the same ("auto" asks once); None if they are not known, and all ranks of the job are asked.
         """
         for tensor, layout in layouts.items():

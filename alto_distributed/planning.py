@@ -89,7 +89,7 @@ class Plans:
         return plan
 
     def _prove_kernel(self, in_use: Mapping[torch.device, Iterable[Dtypes]], plan: StepPlan, together: bool) -> None:
-        """Whether "auto" may use its kernel for GPUs: all ranks that have pieces or replicas do, or none of them.
+        """Whether "auto" may use its kernel for GPUs: all ranks that have shards or replicas do, or none of them.
 
         Where machines have a device of such a kernel, ranks ask each other once for the same parameters: over the
         process groups that are known, and through the job's store if there may be other replicas. That cannot hang.

@@ -69,10 +69,10 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) in PLAIN and type(param) in PLAIN and param.is_contiguous():
         return tensor  # as nearly always, and a step asks five times for every parameter
-    piece, local = dtensor.local(tensor), dtensor.local(param)
+    shard, local = dtensor.local(tensor), dtensor.local(param)
     if local.is_contiguous():
-        return piece
-    return piece.permute(sorted(range(local.ndim), key=lambda dim: (-local.stride()[dim], dim)))
+        return shard
+    return shard.permute(sorted(range(local.ndim), key=lambda dim: (-local.stride()[dim], dim)))
 
 
 def flat_view(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

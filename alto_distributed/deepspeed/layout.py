@@ -8,7 +8,7 @@ model's parameters, in fields that are private to DeepSpeed. So what is read is 
     FP16_UnfusedOptimizer (stage 0)  a float32 clone of each parameter            fp16_groups
     BF16_Optimizer                   a slice of each flat group                   bf16_groups, end to end
     DeepSpeedZeroOptimizer (1, 2)    a slice of each flat group                   round_robin_bit16_groups, _offsets
-    DeepSpeedZeroOptimizer_Stage3    this rank's pieces of a sub-group's params   fp16_groups, partition_numel()
+    DeepSpeedZeroOptimizer_Stage3    this rank's shards of a sub-group's params   fp16_groups, partition_numel()
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LayoutBuilder:
         return dict(build())
 
     def _logical(self, param: torch.Tensor, *shard_groups: Any, weight: ModelWeight | None = None) -> LogicalParameter:
-        """The whole parameter: its pieces lie over ``shard_groups`` and, if it is model-parallel, over TP."""
+        """The whole parameter: its shards lie over ``shard_groups`` and, if it is model-parallel, over TP."""
         groups = list(shard_groups)
         if self.tensor_parallel_group is not None and is_model_parallel_parameter(param):
             groups.append(self.tensor_parallel_group)
@@ -135,13 +135,13 @@ class LayoutBuilder:
         ):
             segments, start = [], 0
             for p in params:
-                piece = p.partition_numel()
-                offset = dist.get_rank(group=group) * piece
-                # The last ranks' pieces are padded, with memory that nobody has initialized.
-                real = max(0, min(piece, p.ds_numel - offset))
+                size = p.partition_numel()
+                offset = dist.get_rank(group=group) * size
+                # The last ranks' shards are padded, with memory that nobody has initialized.
+                real = max(0, min(size, p.ds_numel - offset))
                 logical = self._logical(p, group, weight=ModelWeight(p.ds_tensor, offset))
                 segments.append(Segment(logical, start, real, offset))
-                start += piece
+                start += size
             yield flat, ShardLayout(start, segments)  # on NVMe, the tensor itself is empty
 
 

@@ -96,11 +96,11 @@ def raise_together(problem: str | None, group: ProcessGroup | None) -> None:
 
 
 def require_whole(held: torch.Tensor, parameters: Sequence[LogicalParameter]) -> None:
-    """Raise if the pieces of a parameter do not make up whole ones.
+    """Raise if the shards of a parameter do not make up whole ones.
 
     Args:
         held: elements of each parameter that all ranks of its groups hold together.
-        parameters: in the same order. (Some engines give a tensor-parallel parameter its local shape; then the pieces
+        parameters: in the same order. (Some engines give a tensor-parallel parameter its local shape; then the shards
             are a multiple of it.)
     """
     for count, parameter in zip(held.tolist(), parameters, strict=True):
@@ -108,7 +108,7 @@ def require_whole(held: torch.Tensor, parameters: Sequence[LogicalParameter]) ->
         if size and (count == 0 or count % size):
             raise ValueError(
                 f"the layouts of the ranks do not fit together: of {parameter.name!r}, which has {size} elements, they "
-                f"hold {int(count)} in all. A piece is missing, or lies on two ranks of a process group"
+                f"hold {int(count)} in all. A shard is missing, or lies on two ranks of a process group"
             )
 
 

@@ -1,6 +1,6 @@
 """DTensor parameters: FSDP2 (``fully_shard``), HSDP, tensor parallelism, on meshes of any dimension.
 
-A DTensor knows its own layout, so nothing has to be told: its pieces lie over the mesh dimensions on
+A DTensor knows its own layout, so nothing has to be told: its shards lie over the mesh dimensions on
 which it is sharded, and are replicas over the others. Local tensors are unpadded, and may be empty.
 """
 
@@ -29,7 +29,7 @@ def is_dtensor(tensor: torch.Tensor) -> TypeIs[DTensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece; a plain tensor is its own."""
+    """This rank's shard; a plain tensor is its own."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

@@ -30,7 +30,7 @@ class LogicalParameter:
     """Of the whole parameter; ``layerwise="matrices"`` asks for its number of dimensions."""
 
     groups: tuple[ProcessGroup, ...] = ()
-    """Process groups over which its pieces lie (data-parallel shards, tensor-parallel shards): the
+    """Process groups over which its shards lie (data-parallel and tensor-parallel ones): the
     sum over all of them in turn must count each element once. Never a group of replicas."""
 
     may_have_ratio: bool = True
@@ -81,7 +81,7 @@ class ShardLayout:
 
     @classmethod
     def whole(cls, parameter: LogicalParameter, numel: int) -> ShardLayout:
-        """A local tensor that is all one parameter, or this rank's only piece of one."""
+        """A local tensor that is all one parameter, or this rank's only shard of one."""
         return cls(numel, [Segment(parameter, 0, numel)])
 
     @classmethod

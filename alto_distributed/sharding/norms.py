@@ -1,8 +1,8 @@
-"""Norms of whole logical parameters from the sums of squares of their pieces.
+"""Norms of whole logical parameters from the sums of squares of their shards.
 
 All parameters of a step share one small table, ``sums[3, slots]``: |theta|^2 in row 0, |r|^2 in row 1, and in row 2
 a positive number unless the whole gradient is 0.
-Each distinct process group costs one all-reduce of the columns whose pieces lie over it, however many
+Each distinct process group costs one all-reduce of the columns whose shards lie over it, however many
 parameters there are. Those of groups that share no parameter are under way together. Nothing is read back by the host.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def sums_dtype(device: torch.device) -> torch.dtype:
-    """float64, so that neither 1e8 elements nor the cut into pieces cost digits (MPS has none)."""
+    """float64, so that neither 1e8 elements nor the cut into shards cost digits (MPS has none)."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -49,7 +49,7 @@ class NormTable:
     """A slot for each logical parameter, and the all-reduces that complete their sums.
 
     Every rank of a process group must build the table from the same parameters of that group (a rank
-    without a piece included). Slots are in the order of names, and groups in the order in which that
+    without a shard included). Slots are in the order of names, and groups in the order in which that
     brings them up, so all ranks run the same collectives in the same order.
     """
 
@@ -82,7 +82,7 @@ class NormTable:
         return [group for group, _ in self._reductions]
 
     def shared(self) -> Iterator[tuple[ProcessGroup, list[LogicalParameter]]]:
-        """Each process group with the parameters whose pieces lie over it, in the order of the collectives."""
+        """Each process group with the parameters whose shards lie over it, in the order of the collectives."""
         for group, slots in self._reductions:
             yield group, [self.parameters[slot] for slot in slots]
 
@@ -127,7 +127,7 @@ class NormTable:
 def _rounds(reductions: Iterable[tuple[ProcessGroup, SlotIndex]]) -> Iterator[list[tuple[ProcessGroup, SlotIndex]]]:
     """All-reduces that can be under way together: no two of a round have a column in common.
 
-    A parameter whose pieces lie over two groups is summed over one after the other. The order stays, so that it is the
+    A parameter whose shards lie over two groups is summed over one after the other. The order stays, so that it is the
     same on all ranks.
     """
     some: list[tuple[ProcessGroup, SlotIndex]] = []

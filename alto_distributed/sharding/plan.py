@@ -114,7 +114,7 @@ class StepPlan:
         self.norms = NormTable([*everything, *joined, *self.witness.parameters])
         replicas = (group for tensor in self.tensors for group in dtensor.replica_groups(tensor))
         self.connected = list(dict.fromkeys([*self.norms.groups, *replicas]))
-        """Process groups of the ranks that have pieces or replicas of these tensors, as far as tensors tell."""
+        """Process groups of the ranks that have shards or replicas of these tensors, as far as tensors tell."""
         meshes = (tensor.device_mesh.size() for tensor in self.tensors if dtensor.is_dtensor(tensor))
         self.connects_all = spans_the_job([*(group.size() for group in self.connected), *meshes])
         """Whether these connect all ranks of the job."""

@@ -148,18 +148,18 @@ def case_a_layout_that_was_read_wrongly_is_found(engine):
 @worlds(2)
 @each(stage=(1, 3))
 def case_a_process_group_that_was_not_read_is_found(stage):
-    """The pieces do not add up to whole parameters."""
+    """The shards do not add up to whole parameters."""
     read = LayoutBuilder._read
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayoutBuilder, "_read", lambda self: ungrouped(read(self)))
-        refused = pytest.raises(ValueError, match="A piece is missing")
+        refused = pytest.raises(ValueError, match="A shard is missing")
         with running(network(), config({"stage": stage})) as engine, refused:
             train(engine, steps=1)
 
 
 @worlds(2, 4)
 def case_padding_may_hold_anything():
-    """Stage 3 pads pieces with uninitialised memory; with NaN there, nothing may change."""
+    """Stage 3 pads shards with uninitialised memory; with NaN there, nothing may change."""
     with running(network(), config({"stage": 3})) as engine:
         padded = 0
         for params, flat in zip(
