@@ -177,12 +177,12 @@ def case_fsdp2_with_vectors_at_a_rate_of_their_own(layerwise):
 
 @worlds(2, 4)
 def case_without_the_reduction_the_comparison_fails():
-    """The negative control: norms of the local piece alone are what a naive optimizer would use."""
+    """The negative control: norms of the local shard alone are what a naive optimizer would use."""
     mesh = devices.mesh(dist.get_world_size())
     model = sharded_network(mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NormTable, "complete", lambda self, partial: next(iter(partial.values())))
-        patch.setattr(StepPlan, "require_agreement", lambda self, common: None)  # it would find the pieces too small
+        patch.setattr(StepPlan, "require_agreement", lambda self, common: None)  # it would find the shards too small
         patch.setattr(GradientWitness, "look", lambda self, sums, norms: None)  # it would miss the other ranks
         train(model, ALTO(param_groups(model, 1e-2), **HYPER), sliced=True)
     gap = largest_gap(model, reference_run())

@@ -42,9 +42,6 @@ from tests.helpers.zero_checkpoints import (
 )
 
 ADAM = {"name": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-BF16 = {"bf16": {"enabled": True}}
-
-
 ELASTIC = ({"stage": 1, "elastic_checkpoint": True}, {})
 
 
@@ -52,9 +49,6 @@ def stock_converter(source, target):
     options = {"input_folder": str(source), "output_folder": str(target), "keep_temp_folder": False, "strict": True}
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
     ds_to_universal.main(type("Options", (), {**options, **workers, "inject_missing_state": True}))
-
-
-# -- cases ---------------------------------------------------------------------------------------------
 
 
 @worlds(2)
@@ -475,15 +469,14 @@ def case_elastic_checkpoints(directory):
 @each(stage=(0, 1, 2, 3))
 def case_esgd(directory, stage):
     """At the same world size."""
-    options = {"name": "ESGD", "params": {"lr": 0.05, "momentum": 0.9, "alpha": -5, "beta1": 0.99}}
     cell = ({"stage": stage} if stage else None, {})
     folder = place(directory, f"ESGD {stage}")
-    with engine_for(cell, None, **options) as engine:
+    with engine_for(cell, None, **ESGD) as engine:
         advance(engine, 0, BEFORE)
         engine.save_checkpoint(folder, tag="saved")
         advance(engine, BEFORE, BEFORE + AFTER)
         at_end = weights(engine)
-    with engine_for(cell, None, other_network(), **options) as engine:
+    with engine_for(cell, None, other_network(), **ESGD) as engine:
         engine.load_checkpoint(folder)
         advance(engine, BEFORE, BEFORE + AFTER)
         assert_same("continued", weights(engine), at_end)
