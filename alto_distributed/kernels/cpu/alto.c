@@ -235,10 +235,10 @@ static inline uint32_t key_of(const Span *s, const Numbers *c, uint32_t which) {
     return mix(mix(s->seed + 0x9e3779b9u * (uint32_t)c->step) + which);
 }
 
+/* The lower half of infinity is 0, so that nothing is carried; NaN becomes the quiet NaN of torch. */
 static inline uint16_t stochastic_bf16(float x, uint32_t noise) {
-    uint32_t bits = to_bits(x), size = bits & 0x7fffffffu;
-    uint32_t added = size < 0x7f800000u ? noise & 0xffffu : 0; /* infinity stays what it is */
-    return size > 0x7f800000u ? 0x7fc0u : (uint16_t)((bits + added) >> 16);
+    uint32_t bits = to_bits(x);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)((bits + (noise & 0xffffu)) >> 16);
 }
 
 /* ---- vectors of bfloat16 --------------------------------------------------------------------------------- */
@@ -280,22 +280,18 @@ static inline Bits bits_of(const Chance *chance, int i) {
 
 /* stochastic_bf16 of each; returns what was stored. */
 static inline Vector round_halves(uint16_t *to, Vector x, const Chance *chance, int i) {
-    Bits bits = (Bits)x, size = bits & 0x7fffffffu, noise = bits_of(chance, i) & 0xffffu;
+    Bits sum = (Bits)x + (bits_of(chance, i) & 0xffffu);
 #if defined(__AVX512F__)
-    const __m512i infinity = _mm512_set1_epi32(0x7f800000);
-    __mmask16 finite = _mm512_cmplt_epu32_mask((__m512i)size, infinity);
-    __mmask16 nan = _mm512_cmpgt_epu32_mask((__m512i)size, infinity);
-    __m512i rounded = _mm512_srli_epi32(_mm512_mask_add_epi32((__m512i)bits, finite, (__m512i)bits, (__m512i)noise), 16);
-    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(rounded));
-    return (Vector)_mm512_slli_epi32(rounded, 16);
+    __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    if (__builtin_expect(nan != 0, 0)) sum = (Bits)_mm512_mask_mov_epi32((__m512i)sum, nan, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)(sum >> 16)));
 #else
-    Bits finite = (Bits)(size < 0x7f800000u), nan = (Bits)(size > 0x7f800000u);
-    Bits rounded = (((bits + (noise & finite)) >> 16) & ~nan) | (0x7fc0u & nan);
-    Halves half = __builtin_convertvector(rounded, Halves);
+    Bits nan = (Bits)(x != x);
+    sum = (sum & ~nan) | (0x7fc00000u & nan);
+    Halves half = __builtin_convertvector(sum >> 16, Halves);
     memcpy(to, &half, sizeof half);
-    return (Vector)(rounded << 16);
 #endif
+    return (Vector)(sum & 0xffff0000u);
 }
 
 /* ---- tiles --------------------------------------------------------------------------------------------- */
