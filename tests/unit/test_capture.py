@@ -3,13 +3,12 @@
 import ast
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.helpers.launcher import REPO
+from tests.helpers.launcher import REPO, environment
 
 PROGRAM = "tests/unit/programs/capture_checks.py"
 CHECKS = [
@@ -25,7 +24,7 @@ def outcomes(directory):
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.programs.capture_checks", str(output)],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(REPO), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=environment(TRITON_INTERPRET="1"),
         capture_output=True,
         text=True,
         check=False,
