@@ -5,7 +5,8 @@
 #   scripts/test.sh --device pretend   the same on an accelerator that is not there (tests/helpers/pretend)
 #
 #   EXHAUSTIVE=1  also the variations that everyday runs leave out, such as every setting at four ranks
-#   JOBS=2        test files that run at a time; 0 runs them one after the other in this process
+#   JOBS=3        test files that run at a time (one leaves a core idle now and then, so three keep two cores busy);
+#                 0 runs them one after the other in this process
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "$0")/setup.sh" dev
@@ -24,7 +25,7 @@ if [ "${1:-}" = --device ]; then
     tail -n 1 .cache/device-report
     exit "$status"
 fi
-# Static checks run beside the tests, on the core that these leave idle. What they say is shown after the tests, if they fail.
+# Static checks run beside the tests. What they say is shown after the tests, if they fail.
 static_checks() {
     "$PY" -m ruff check . && "$PY" -m ruff format --check --quiet . && "$PY" -m mypy || return
     # Who may import whom: the contracts in pyproject.toml. The tool needs Python 3.11.
@@ -37,7 +38,7 @@ static_checks >.cache/static-checks 2>&1 &
 checks=$!
 # By file, and some by test function: a launch of ranks serves many tests. The longest first, as tests/conftest.py says.
 status=0
-"$PY" -m pytest -q -n "${JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
+"$PY" -m pytest -q -n "${JOBS:-3}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
 if ! wait "$checks"; then
     cat .cache/static-checks
     status=1
