@@ -25,6 +25,8 @@ from .state_dict import check_group_sizes, check_saved_state, load_exactly, save
 
 ALPHA = "e_alpha"
 BETA1 = "e_beta1"
+#: The constructor's names -> the keys of groups.
+_KEYS = {"alpha": ALPHA, "beta1": BETA1}
 # The beta1 with which a group's averages were gathered (see states.GRAD_EMA_BETA1).
 GATHERED_WITH = "e_grad_ema_beta1"
 
@@ -39,8 +41,8 @@ class E(EagerStep):
         beta1: decay of the acceleration.
 
     Each parameter gets one more state, ``grad_ema``, in the base optimizer's own state. A group may
-    override ``e_alpha`` and ``e_beta1``. ``p.grad`` holds the adapted gradient only while the base
-    optimizer steps; afterwards it is what it was.
+    override ``e_alpha`` and ``e_beta1``, also as ``alpha`` and ``beta1`` if the base has no such options. ``p.grad``
+    holds the adapted gradient only while the base optimizer steps; afterwards it is what it was.
 
     A base optimizer that calls the closure several times in a step (LBFGS) sees every gradient adapted
     with the same average; the average advances once a step, with the first gradient.
@@ -65,6 +67,8 @@ class E(EagerStep):
         super().__setstate__({})
         for group in self.param_groups:
             group.update(self._completed(group))
+            for name in self._misnamed(group):
+                del group[name]
 
     # The base optimizer replaces these two objects when it loads a state_dict: never hold on to them.
 
@@ -97,8 +101,14 @@ class E(EagerStep):
 
     def _completed(self, group: Mapping[str, Any]) -> dict[str, Any]:
         complete = {**self._own_defaults, **group}
+        for name in self._misnamed(group):
+            complete[_KEYS[name]] = complete.pop(name)
         _checked(complete)
         return complete
+
+    def _misnamed(self, group: Mapping[str, Any]) -> list[str]:
+        """The constructor's names among a group's keys: the base, which has none of that name, would ignore them."""
+        return [name for name in _KEYS if name in group and name not in self.defaults]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
@@ -136,6 +146,8 @@ class E(EagerStep):
                 adapt()
             return loss
 
+        if isinstance(self.base, ALTO):
+            self.base._unadapted = originals
         try:
             if closure is None:
                 adapt()
@@ -144,6 +156,8 @@ class E(EagerStep):
             for param, (grad, beta1) in first.items():
                 averages[param].lerp_(grad.to(averages[param].dtype), 1 - beta1)
         finally:
+            if isinstance(self.base, ALTO):
+                self.base._unadapted = None
             for param, grad in originals.items():
                 param.grad = grad
             for param, average in averages.items():
@@ -170,6 +184,11 @@ class E(EagerStep):
         found = []
         for group in self.param_groups:
             alpha, beta1 = _checked(group)
+            for name in self._misnamed(group):
+                raise ValueError(
+                    f"{name}={shown(group[name])} was written into a parameter group of a finished E, where it has no "
+                    f"effect. Delete it, and write {_KEYS[name]!r} instead"
+                )
             for param in group["params"]:
                 # An average that exists is kept up to date also while alpha is 0.
                 if param.grad is not None and (alpha != 0 or param in averages):

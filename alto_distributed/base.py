@@ -207,6 +207,8 @@ class ALTOBase(EagerStep):
                     yield key
             elif (chosen := self._state_dtypes.get(key)) is not None and value.dtype != chosen:
                 yield key  # an engine loaded states in its own way
+            elif value.stride() != param.stride() and not states.is_in_order(value, param):
+                yield key  # as after ``model.to(memory_format=...)``
 
     def _is_complete(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
         """Whether :meth:`_state_of` has nothing to do."""
@@ -229,7 +231,7 @@ class ALTOBase(EagerStep):
             elif value is None:
                 state[key] = self.new_state(param, key)
             else:
-                state[key] = states.match_layout(value, param, self._state_dtypes[key])
+                state[key] = states.match_layout(value, param, self._state_dtypes.get(key))
         if states.GRAD_EMA in state:
             group.setdefault(GRAD_EMA_BETA1, hyper.betas[0])
         return state

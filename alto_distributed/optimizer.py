@@ -12,7 +12,7 @@ the paper, norms over whole parameters when they are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from .kernels.capture import is_capturing, refuse_cold
 from .options import OPTIONS, check_torch_options, refusing_unknown
 from .sharding.collective import accelerator_type
 from .sharding.plan import StepPlan
-from .step_inputs import check_capture, refuse_capture
+from .step_inputs import check_capture, count_unadapted, refuse_capture
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,6 +83,9 @@ class ALTO(Collecting):
 
     _captured: tuple[Any, ...] = ()
     """What graphs go on reading and writing: it stays as long as the optimizer."""
+
+    _unadapted: Mapping[torch.Tensor, torch.Tensor] | None = None
+    """While E steps this: the gradients that it has adapted, as they were."""
 
     @refusing_unknown
     def __init__(
@@ -191,6 +194,8 @@ class ALTO(Collecting):
         prepared: dict[torch.device, Any] = {}
         for device, shards in inputs.shards.items():
             prepared[device] = self._kernel_on(device, skip).phase_one(shards, partial[device])
+        if self._unadapted:
+            count_unadapted(ready, self._unadapted, partial)
 
         if measured:
             self._diagnostics.between(partial)

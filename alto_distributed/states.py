@@ -81,6 +81,11 @@ def flat_view(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return ordered if ordered.ndim == 1 else ordered.view(-1)
 
 
+def is_in_order(state: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether a state lies in memory as ``param`` does. One of another shape is not looked at."""
+    return state.shape != param.shape or in_memory_order(state, param).is_contiguous()
+
+
 def match_layout(state: torch.Tensor, param: torch.Tensor, chosen: torch.dtype | None = None) -> torch.Tensor:
     """``state`` as it must be to serve ``param``: on its device, in the state's precision and memory order.
 

@@ -18,7 +18,7 @@ from .kernels.shards import Memory
 from .sharding.collective import home_of
 from .sharding.dtensor import like_parameter, local
 from .sharding.plan import PlannedTensor, StepPlan
-from .spans import PLAIN
+from .spans import NONZERO, PLAIN
 
 
 @dataclass(slots=True)
@@ -93,6 +93,26 @@ def count_one_more(counters: list[torch.Tensor], skip: torch.Tensor | None, capt
         # A number would be made a tensor for each of them. Without alpha, the tensor is read as a number.
         torch._foreach_add_(host, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1)
     return host
+
+
+def count_unadapted(
+    ready: Sequence[Ready],
+    unadapted: Mapping[torch.Tensor, torch.Tensor],
+    partial: Mapping[torch.device, torch.Tensor],
+) -> None:
+    """Under E, the gradient before it was adapted tells whether a parameter has a signal.
+
+    Args:
+        ready: what is in the step.
+        unadapted: by parameter, the gradients that were adapted.
+        partial: sums of this rank, by device; row ``NONZERO`` is counted anew.
+    """
+    for table in partial.values():
+        table[NONZERO].zero_()
+    for one in ready:
+        flat = local(unadapted.get(one.param, one.grad)).reshape(-1)
+        for span in one.planned.spans("no"):
+            partial[one.grad.device][NONZERO, span.slot] += flat[span.start : span.stop].count_nonzero()
 
 
 def checked_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from alto_distributed import ALTO, E, param_groups
+from alto_distributed import ALTO, E, LogicalParameter, Segment, ShardLayout, param_groups
 
 BASES = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.05),
@@ -88,6 +88,30 @@ def test_e_of_lamb_is_alto():
     ours, theirs = pair()
     adapted = E(ALTO(param_groups(ours), alpha=0), alpha=-5.0, beta1=0.99)
     assert_same(train(ours, adapted, 50), train(theirs, ALTO(param_groups(theirs)), 50), rtol=1e-10, atol=1e-12)
+
+
+def test_e_of_lamb_keeps_what_has_no_signal():
+    """The adapted gradient is not zero then: a weight moved by lr of its norm a step, unlike under ALTO."""
+    results = []
+    for make in (lambda p: E(ALTO(p, alpha=0, lr=0.05), alpha=-5.0, beta1=0.99), lambda p: ALTO(p, lr=0.05)):
+        torch.manual_seed(5)
+        whole, flat = nn.Parameter(torch.randn(4, 3).double()), nn.Parameter(torch.randn(16).double())
+        optimizer = make([whole, flat])
+        first, second = (LogicalParameter(name, (2, 3)) for name in ("a", "b"))
+        layout = ShardLayout(16, [Segment(first, 0, 6), Segment(second, 8, 6)])  # padding in between and at the end
+        (optimizer.base if isinstance(optimizer, E) else optimizer).set_layouts({flat: layout})
+        for k in range(30):
+            before = [p.detach().clone() for p in (whole, flat)]
+            whole.grad, flat.grad = torch.randn(4, 3).double(), torch.randn(16).double()
+            if k >= 5:
+                whole.grad.zero_()
+                flat.grad[8:14] = 0
+            optimizer.step()
+            assert torch.equal(whole, before[0]) == (k >= 5)
+            assert torch.equal(flat[8:14], before[1][8:14]) == (k >= 5)
+            assert (flat[:6] != before[1][:6]).all()
+        results.append([whole.detach(), flat.detach()])
+    assert_same(*results, rtol=1e-10, atol=1e-12)
 
 
 def test_lbfgs_sees_every_gradient_adapted_and_the_average_moves_once_a_step():
@@ -299,6 +323,27 @@ def test_a_class_of_a_base_with_an_alpha_of_its_own():
     optimizer = E.of(torch.optim.RMSprop)([p], lr=0.1, alpha=0.9, e_alpha=-0.5, beta1=0.5)
     (group,) = optimizer.param_groups
     assert (group["alpha"], group["e_alpha"], group["e_beta1"]) == (0.9, -0.5, 0.5)
+
+
+def test_groups_may_have_the_constructors_names():
+    """Frameworks put all options into groups. These were kept there without effect."""
+    first, second, third = ({"params": [nn.Parameter(torch.ones(2))]} for _ in range(3))
+    groups = [{**first, "alpha": -0.5, "beta1": 0.5}, {**second, "e_beta1": 0.8}]
+    by_class = E.of(torch.optim.AdamW)(copy.deepcopy(groups), alpha=-2.0, beta1=0.9)
+    by_base = E(torch.optim.AdamW(copy.deepcopy(groups)), alpha=-2.0, beta1=0.9)
+    for optimizer in (by_class, by_base):
+        optimizer.add_param_group({**third, "alpha": 0})
+        assert [group["e_alpha"] for group in optimizer.param_groups] == [-0.5, -2.0, 0.0]
+        assert [group["e_beta1"] for group in optimizer.param_groups] == [0.5, 0.8, 0.9]
+        assert not any({"alpha", "beta1"} & group.keys() for group in optimizer.param_groups)
+        with pytest.raises(ValueError, match="alpha=-200 is out of range"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "alpha": -200})
+        optimizer.step()
+        optimizer.param_groups[1]["alpha"] = 0.0
+        with pytest.raises(ValueError, match="alpha=0.0 was written into a parameter group.*write 'e_alpha' instead"):
+            optimizer.step()
+    (own,) = E.of(torch.optim.RMSprop)([{**first, "alpha": 0.5, "beta1": 0.3}], e_alpha=-1.0).param_groups
+    assert (own["alpha"], own["e_alpha"], own["e_beta1"]) == (0.5, -1.0, 0.3)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,14 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from alto_distributed import ALTO
 from alto_distributed.hyperparameters import Hyperparameters
 from alto_distributed.kernels import Batch, Coefficients, FlatShard, Span, chunked, foreach, kernel_for, reference
 from alto_distributed.kernels.cpu import build as native_build
 from alto_distributed.kernels.cpu import kernel as native
+from alto_distributed.kernels.memory import memory_of
 from tests.helpers.launcher import REPO
 
 BLOCK = 16384  # of alto.c; test_blocks holds it to that
@@ -249,6 +251,42 @@ def test_tensors_without_memory_of_their_own_are_left_to_torch():
     native.phase_one([spread], sums)
     native.phase_two([spread], STEP_SIZES)
     torch.testing.assert_close(spread.param[:100], truth.param[:100], rtol=1e-6, atol=1e-6)
+
+
+class Wrapper(torch.Tensor):
+    """As torchao's float8 weights are: no memory of its own, and operations work on the tensor inside."""
+
+    KEPT = {torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.copy_.default}
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = tree_map_only(cls, lambda wrapper: wrapper.inner, (args, kwargs or {}))
+        out = func(*inner[0], **inner[1])
+        return cls(out) if func in cls.KEPT else out
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch", "reference"])
+def test_a_parameter_without_memory_of_its_own(kernel):
+    """Kernels that go by addresses would write to address 0."""
+    torch.manual_seed(3)
+    start = torch.randn(6, 5)
+    wrapped, plain = nn.Parameter(Wrapper(start.clone())), nn.Parameter(start.clone())
+    assert (type(wrapped), wrapped.data_ptr()) == (Wrapper, 0)
+    assert memory_of(wrapped, *(torch.zeros(6, 5) for _ in range(3)), None) is None
+    optimizers = [ALTO([wrapped], kernel=kernel), ALTO([plain], kernel=kernel)]
+    for _ in range(3):
+        wrapped.grad = plain.grad = torch.randn(6, 5)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not torch.equal(plain, start)
+    torch.testing.assert_close(wrapped.inner, plain.detach(), rtol=1e-6, atol=1e-7)
 
 
 def test_fifty_steps_of_the_optimizer():

@@ -75,6 +75,29 @@ def test_data_of_more_precision_is_refused(kernel, options):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("options", [{}, {"layerwise": "none"}, {"skip_nonfinite": True}], ids=str)
+def test_data_in_another_memory_order_goes_on(kernel, options):
+    """As after ``model.to(memory_format=torch.channels_last)``: step() raised what ``view`` says, and had counted."""
+    orders = (torch.contiguous_format, torch.channels_last, torch.contiguous_format)
+    results = []
+    for changes in (False, True):
+        torch.manual_seed(3)
+        p, q = nn.Parameter(torch.randn(2, 3, 4, 5)), nn.Parameter(torch.randn(7))
+        optimizer = ALTO([p, q], kernel=kernel, **options)
+        for order in orders:
+            if changes:
+                p.data = p.data.contiguous(memory_format=order)
+            for _ in range(2):
+                p.grad, q.grad = torch.randn(2, 3, 4, 5), torch.randn(7)
+                optimizer.step()
+            assert not changes or p.is_contiguous(memory_format=order)
+        assert {float(state["step"]) for state in optimizer.state.values()} == {6.0}
+        results.append([p.detach(), q.detach(), *(optimizer.state[p][key] for key in optimizer.state_keys)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_resized_storage_is_refused(kernel):
     """As some frameworks free a parameter's memory while it is not needed."""
     p, optimizer = stepped(kernel, 64, 64)

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from alto_distributed import ALTO, param_groups
+from alto_distributed import ALTO, E, param_groups
 from tests.helpers import devices, routed
-from tests.helpers.cases import worlds
+from tests.helpers.cases import each, worlds
 from tests.helpers.oracle import PaperALTO
 from tests.helpers.releases import need_torch
 from tests.helpers.sharded import HYPER, assert_same, full
@@ -46,8 +46,15 @@ def case_experts_without_tokens():
     assert_same(sharded, plain)
 
 
+MAKERS = {
+    "ALTO": lambda x: ALTO([x], **HYPER),
+    "E of LAMB": lambda x: E(ALTO([x], **{**HYPER, "alpha": 0.0}), HYPER["alpha"], HYPER["betas"][0]),
+}
+
+
 @worlds(2)
-def case_one_rank_has_the_only_element_that_is_not_zero():
+@each(name=MAKERS)
+def case_one_rank_has_the_only_element_that_is_not_zero(name):
     """It is so small that its square is zero in float32. Weights move as in one process, on both ranks."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -57,7 +64,7 @@ def case_one_rank_has_the_only_element_that_is_not_zero():
     p = torch.nn.Parameter(distribute_tensor(whole.to(devices.here()), mesh, [Shard(0)]))
     q = torch.nn.Parameter(whole.clone())
     paper = PaperALTO(whole, **HYPER)
-    sharded, plain = (ALTO([x], **{**HYPER, "lr": 0.05}) for x in (p, q))
+    sharded, plain = (MAKERS[name](x) for x in (p, q))
     for k, value in enumerate((1.0, 0.0, 1e-30, 0.0)):
         gradient = torch.zeros(6, 4)
         gradient[5, 3] = value
