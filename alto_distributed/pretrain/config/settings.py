@@ -70,6 +70,21 @@ class Run:
         """Ranks that share one copy of the model."""
         return self.megatron.tensor_parallel * self.megatron.pipeline_parallel if self.engine == "megatron" else 1
 
+    def data_parallel(self, world: int) -> int:
+        """Copies of the model on ``world`` ranks.
+
+        Raises:
+            ValueError: there are no ranks, or they do not divide by those of one copy.
+        """
+        if not 1 <= world < 2**31:
+            raise ValueError(f"{world} ranks (--world, --ranks): there must be between 1 and 2**31 - 1")
+        if world % self.model_parallel:
+            raise ValueError(
+                f"{world} ranks are not a multiple of tensor_parallel x pipeline_parallel = {self.model_parallel}; add "
+                "ranks, or set megatron.tensor_parallel and megatron.pipeline_parallel"
+            )
+        return world // self.model_parallel
+
     def accumulation(self, data_parallel: int) -> int:
         """Micro-batches that each rank adds up in a step, at the end of a batch ramp."""
         t = self.training
