@@ -144,10 +144,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 def parse(settings: dict[str, Any]) -> Run:
     """A run's settings from nested dictionaries, such as :meth:`Run.as_dict` gives."""
     check_size_limits(settings, "the settings")
+    _refuse_ramp_as_batch(settings)
     try:
         return _RUN.validate_python(_with_schedule(_with_optimizer(_with_preset(settings))))
     except ValidationError as error:
         raise ValueError(refusal(error, Run)) from None
+
+
+def _refuse_ramp_as_batch(settings: dict[str, Any]) -> None:
+    training: Any = settings.get("training") if isinstance(settings, dict) else None
+    batch = training.get("global_batch") if isinstance(training, dict) else None
+    if isinstance(batch, dict):
+        raise ValueError(
+            f"training.global_batch={shown(batch)} should be a whole number, the batch at the end; how it grows to "
+            "that is training.batch_ramp={start: ..., step: ..., every: ...}"
+        )
 
 
 def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:
