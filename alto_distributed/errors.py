@@ -4,6 +4,7 @@ Five of them also carry the type that PyTorch or Python would have raised at the
 code written against ``torch.optim`` keeps catching them.
 """
 
+import argparse
 import difflib
 import os
 import sys
@@ -11,7 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -107,6 +108,13 @@ def refused(command: str, error: Exception | str) -> Refused:
         print(message, file=sys.stderr, flush=True)
     is_input = isinstance(error, str) or (isinstance(error, ValueError) and not isinstance(error, ImportError))
     return Refused(message, 2 if is_input else 1)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise refused(self.prog.rpartition(" ")[2], f"{message}; see {self.prog} --help")
 
 
 #: The rank of a process under mpirun, other launchers of MPI, and DeepSpeed's.

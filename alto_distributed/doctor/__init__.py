@@ -7,10 +7,12 @@ own (:mod:`.processes`, :mod:`.child`), so that it is reported and the doctor go
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 
+from ..errors import Parser
 from .examination import examine
 from .processes import run
 from .report import page
@@ -18,7 +20,7 @@ from .report import page
 
 def main(arguments: Sequence[str]) -> int:
     """Print the page, or the same as JSON; returns the exit code: 1 if something is wrong that a user relies on."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "alto_distributed doctor",
         description="Versions, devices, what each engine supports, and self-checks. A bug report contains its output.",
     )
@@ -52,7 +54,7 @@ def _benchmark(seconds: float, as_json: bool) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1e6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")

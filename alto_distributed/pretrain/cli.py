@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import Diverged, did_you_mean, refused, shown
+from ..errors import Diverged, Parser, did_you_mean, refused, shown
 from ..extras import require
 from ..sharding.lost_rank import lost_rank
 from ..sharding.shutdown import end, shutdown
@@ -30,9 +30,6 @@ __all__ = ["main", "plan"]
 
 _log = logging.getLogger(__name__)
 
-#: What each engine imports.
-_MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
-
 #: Seconds that a rank which has lost the others may take to end.
 _ORDERLY_END = 20
 
@@ -45,13 +42,6 @@ def main(arguments: Sequence[str], program: str = "python -m alto_distributed") 
             options.action(options)
     except (ValueError, OSError, Diverged) as error:
         raise refused(options.command, error) from error
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise refused(self.prog.rpartition(" ")[2], f"{message}; see {self.prog} --help")
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -70,7 +60,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
 def _parser(program: str) -> argparse.ArgumentParser:
     from .data import command as preparing
 
-    parser = _Parser(program, description="Language-model pretraining with ALTO.")
+    parser = Parser(program, description="Language-model pretraining with ALTO.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     preparation = commands.add_parser("prepare", help="turn text into data to train on")
@@ -143,8 +133,7 @@ def _pretrain(options: argparse.Namespace) -> None:
     kept = {"other_data": options.other_data, "changes": changes}
     if changes and Checkpoints(directory / "checkpoints", run).newest() is None:
         raise ValueError(f"--resume-with: {directory} has no checkpoint to go on from")
-    loggers = [name for name in ("tensorboard", "wandb", "mlflow") if getattr(run.logs, name)]
-    require(*compare.NEEDED, _MODULES[run.engine], *loggers)
+    require(*compare.modules(run))
     if options.dry_run or options.check:
         world = options.world if options.world is not None else int(os.environ.get("WORLD_SIZE", "1"))
         said = plan(run, world, directory)

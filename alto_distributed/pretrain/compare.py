@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ from . import report
 from .config import settings as config
 from .config.settings import Run
 from .dry_run import check_start
-from .optimizers import arguments, describe
+from .optimizers import THIRD_PARTY, arguments, describe
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,10 @@ DEFAULT = "a default"
 _COMMA = re.compile(r",(?![^\[({]*[\])}])")
 
 #: What every run imports sooner or later, the figure at its end included.
-NEEDED = ("matplotlib", "numpy", "tqdm", "transformers")
+_NEEDED = ("matplotlib", "numpy", "tqdm", "transformers")
+
+#: What each engine imports.
+_OF_ENGINE = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
 
 
 def settings(options: argparse.Namespace) -> Run:
@@ -42,6 +46,13 @@ def settings(options: argparse.Namespace) -> Run:
     run = config.load(options.config, overrides)
     arguments(run)  # refuses an optimizer or options that do not exist
     return run
+
+
+def modules(run: Run) -> list[str]:
+    """All that a run imports, of what extras install."""
+    own = ["pytorch_optimizer"] if run.optimizer.name in THIRD_PARTY else []
+    loggers = [name for name in ("tensorboard", "wandb", "mlflow") if getattr(run.logs, name)]
+    return [*_NEEDED, _OF_ENGINE[run.engine], *own, *loggers]
 
 
 @dataclass(frozen=True)
@@ -88,11 +99,13 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     # The list of optimizers has no end of its own, and takes in the overrides that follow it.
     choices = [word for word in options.optimizers if "=" not in word.partition(":")[0]]
     overrides = options.overrides + [word for word in options.optimizers if word not in choices]
+    if not choices:
+        raise ValueError(f"--optimizers {' '.join(options.optimizers)}: there is no name; write alto adamw:lr=1e-3")
     for choice in choices:
         if choices.count(choice) > 1:
             raise ValueError(f"--optimizers names {choice} twice; give each once")
     made = [_job(choice, options, overrides) for choice in choices]
-    require(*NEEDED)
+    require(*dict.fromkeys(module for job in made for module in modules(job.run)))
     for job in made:
         check_start(job.run, options.ranks, options.into / job.directory)
     return made
@@ -142,12 +155,15 @@ def main(options: argparse.Namespace) -> None:
     made = jobs(options)
     state(made)
     _warn_of_defaults(made)
+    # torchrun would give each rank one thread, and say so in a banner.
+    share = max(1, len(os.sched_getaffinity(0)) // options.ranks)
+    variables = {"OMP_NUM_THREADS": str(share), **os.environ}
     directories = []
     for job in made:
         directory = options.into / job.directory
         command = [*command_of(options.ranks), "pretrain", *job.words, "--into", str(directory), "logs.report=false"]
         _log.info("+ %s", shlex.join(command))
-        if status := subprocess.run(command, check=False).returncode:
+        if status := subprocess.run(command, env=variables, check=False).returncode:
             raise SystemExit(f"alto_distributed compare: {job.choice} ended with status {status}; it says why above")
         directories.append(directory)
     text, page = report.write(directories, options.into)

@@ -29,15 +29,8 @@ def plan(run: Run, world: int, directory: Path) -> str:
     Raises:
         ValueError: the batch does not divide over the ranks, or the ranks not over the model.
     """
-    model_parallel = run.model_parallel
-    if not 1 <= world < 2**31:
-        raise ValueError(f"--world {world}: it must be between 1 and 2**31 - 1")
-    if world % model_parallel:
-        raise ValueError(
-            f"{world} ranks are not a multiple of tensor_parallel x pipeline_parallel = {model_parallel}; add ranks, "
-            "or set megatron.tensor_parallel and megatron.pipeline_parallel"
-        )
-    data_parallel, t, m = world // model_parallel, run.training, run.model
+    model_parallel, data_parallel = run.model_parallel, run.data_parallel(world)
+    t, m = run.training, run.model
     accumulation = run.accumulation(data_parallel)
     need, activations = memory.estimate(run, world)
     held = {f.name: getattr(need, f.name) for f in fields(need)}
@@ -108,7 +101,7 @@ def check_start(
     Raises:
         ValueError: the run would be refused, for the same reason.
     """
-    data_parallel = world // run.model_parallel
+    data_parallel = run.data_parallel(world)
     check(run, data_parallel)
     if run.optimizer.name in ALTO_NAMES:
         check_kernel(run.optimizer.resolved["kernel"])  # builds the native one, if it is named

@@ -94,11 +94,11 @@ def evaluate_prepared(trained: Trained, directory: Path, split: str, samples: in
     Raises:
         ValueError: there are no such data, or they were prepared with another tokenizer.
     """
-    trained.check_tokenizer(directory)
+    tokenizer = trained.tokenizer(directory)
     files.verify(directory, split)
     m = trained.run.model
     windows = Samples(directory, split, m.sequence, m.vocabulary)
-    return _loss(trained, iter(windows.validation(samples, trained.run.training.micro_batch)))
+    return _loss(trained, iter(windows.validation(samples, trained.run.training.micro_batch)), tokenizer)
 
 
 def evaluate_text(trained: Trained, tokenizer: Tokenizer, inputs: Sequence[Path], key: str = sources.TEXT_KEY) -> Loss:
@@ -107,7 +107,7 @@ def evaluate_text(trained: Trained, tokenizer: Tokenizer, inputs: Sequence[Path]
     Raises:
         ValueError: there is no text, or a line holds none.
     """
-    encoded, size = [], 0
+    encoded, size = [np.zeros(0, np.int64)], 0
     with tempfile.TemporaryDirectory() as folder:
         for number, given in enumerate(sources.find(inputs)[0]):
             source = sources.scanned(unpack.unpacked(given, number, Path(folder), key))
@@ -132,9 +132,9 @@ def evaluate_text(trained: Trained, tokenizer: Tokenizer, inputs: Sequence[Path]
 
 
 @torch.inference_mode()
-def _loss(trained: Trained, batches: Iterator[torch.Tensor], tokenizer: Tokenizer | None = None) -> Loss:
+def _loss(trained: Trained, batches: Iterator[torch.Tensor], tokenizer: Tokenizer) -> Loss:
     model, where = trained.model(), device()
-    end = (tokenizer or trained.tokenizer()).end_of_document if trained.run.data.document_mask else None
+    end = tokenizer.end_of_document if trained.run.data.document_mask else None
     total, count = 0.0, 0
     for batch in batches:
         tokens = batch.to(where, torch.long)

@@ -72,10 +72,10 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    for name, least in (("tokens", 1), ("top_k", 0), ("temperature", 0)):
+    for name, least in (("tokens", 1), ("top_k", 0), ("temperature", 0), ("seed", 0)):
         if not least <= getattr(options, name) < 2**31:
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {getattr(options, name)} must be a number from {least} on")
+            raise ValueError(f"--{flag} {getattr(options, name)} must be a number between {least} and 2**31 - 1")
     trained = _opened(options)
     from .inference import generate
 

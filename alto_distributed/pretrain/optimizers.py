@@ -110,8 +110,6 @@ def _theirs(name: str, options: dict[str, Any]) -> dict[str, Any]:
         adam = {"adamw_lr": options["lr"], "adamw_betas": betas, "adamw_eps": eps, "adamw_wd": options["weight_decay"]}
         options = {**options, **adam, "use_adjusted_lr": True}
     if name == "mars":
-        if not options["lr"]:
-            raise ValueError("optimizer.lr=0 is not possible with mars, which divides by it")
         options = {**options, "lr_1d": options["lr"], "weight_decay_1d": 0.0}
     return {**options, "weight_decouple": True}
 

@@ -13,7 +13,7 @@ COPY . .
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir --no-deps . \
     && pip install --no-cache-dir deepspeed megatron-core 'filelock>=3.30' matplotlib numpy 'pydantic>=2.5' pyyaml \
-        'pytorch_optimizer>=3' tensorboard tokenizers tqdm transformers \
+        'pytorch_optimizer>=3.8' tensorboard tokenizers tqdm transformers \
     && python -c 'import torch; assert "nv" in torch.__version__, torch.__version__'
 ENV PY=python
 WORKDIR /workspace/alto

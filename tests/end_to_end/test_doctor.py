@@ -463,11 +463,18 @@ def test_the_namesake_of_apex_is_warned_of_where_megatron_is_used(tmp_path, monk
     assert 'UserWarning: the package "apex" here is not NVIDIA\'s' in done.stderr
 
 
-def test_a_limit_that_is_none_is_refused(capsys):
+def test_what_is_wrong_with_the_command_is_one_line(capsys):
     for nonsense in ("0", "-1", "nan", "soon"):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             doctor.main(["--timeout", nonsense])
-    assert "SECONDS" in capsys.readouterr().err
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2
+        assert f"argument --timeout: {nonsense} is not a number of seconds above 0; see " in line
+    with pytest.raises(SystemExit):
+        doctor.main(["--jsno"])
+    assert capsys.readouterr().err == (
+        "alto_distributed doctor: unrecognized arguments: --jsno; see alto_distributed doctor --help\n"
+    )
 
 
 @pytest.mark.slow

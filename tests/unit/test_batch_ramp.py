@@ -53,6 +53,7 @@ def test_no_sample_is_left_out_or_taken_twice(tmp_path):
      r"training.batch_ramp.start=24 is not a multiple .* = 16 x 1 = 16; the nearest that are: 16, 32"),
     (["training.batch_ramp={start: 16, step: 24, every: 2}"], "training.batch_ramp.step=24 is not a multiple"),
     (["training.batch_ramp.evry=2"], "no setting 'training.batch_ramp.evry'; did you mean 'every'"),
+    (["training.global_batch={start: 8, every: 2, step: 8}"], "should be a whole number, .*training.batch_ramp={start"),
     (["training.batch_ramp.every=x"], "training.batch_ramp.every='x' should be a whole number"),
 ])  # fmt: skip
 def test_a_wrong_ramp_is_refused(words, message, tmp_path):

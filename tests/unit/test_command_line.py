@@ -1,6 +1,7 @@
 """``alto``: its commands, what it says about a wrong one, and what a dry run checks."""
 
 import json
+import os
 import re
 import sys
 
@@ -87,11 +88,12 @@ def test_overrides_stand_anywhere(order, data, capsys):
     (["optimizer.options.kernel=foo"], "optimizer.options.kernel='foo' is not one of auto, torch, "),
     (["--optimizer", "lion", "--engine", "megatron"], "Megatron has no optimizer 'lion'"),
     (["--optimizer", "muon"], f"muon looks at whole parameters, {ZERO}. Add to the command: {WHOLE}"),
+    (["--optimizer", "mars", "optimizer.lr=0", *WHOLE.split()], "optimizer.lr=0 is not possible with mars"),
     (["data.directory=/absent"], "/absent holds no prepared data; prepare some with"),
     (["model.sequence=400000"], "model.sequence=400000 needs 400001 tokens"),
     (["model.vocabulary=128"], "has token ids up to 256, and model.vocabulary=128"),
     (["deepspeed.config=/absent.json"], "deepspeed.config: /absent.json"),
-    (["--world", "0"], "--world 0"),
+    (["--world", "0"], "0 ranks (--world, --ranks): there must be between 1 and "),
     (["--word", "2"], "there is no option '--word'; did you mean '--world'?"),
     (["--world", "x"], "argument --world: invalid int value: 'x'; see python -m alto_distributed pretrain --help"),
 ])  # fmt: skip
@@ -132,12 +134,16 @@ def test_a_dry_run_of_what_this_machine_cannot_hold_ends_with_1(what, words, dat
     assert capsys.readouterr().out == ""
 
 
-def test_a_dry_run_asks_for_packages_that_a_logger_needs(data, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize(("module", "words", "extra"), [
+    ("wandb", ["logs.wandb=project"], "loggers"),
+    ("pytorch_optimizer", ["--optimizer", "lion"], "pretrain"),
+])  # fmt: skip
+def test_a_dry_run_asks_for_packages_that_the_run_needs(module, words, extra, data, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit) as ended:
-        dry("--config", TINY, f"data.directory={data}", "logs.wandb=project")
+        dry("--config", TINY, f"data.directory={data}", *words)
     assert ended.value.code == 1
-    assert "wandb is not installed: pip install 'alto-distributed[loggers]'" in capsys.readouterr().err
+    assert f"{module} is not installed: pip install 'alto-distributed[{extra}]'" in capsys.readouterr().err
 
 
 def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(data, tmp_path, capsys):
@@ -230,7 +236,8 @@ def test_the_loss_is_shown_without_a_terminal(tmp_path, caplog):
 def test_a_comparison_states_each_rate_and_refuses_before_anything_trains(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     started = []
-    monkeypatch.setattr("subprocess.run", lambda command, **_: started.append(command) or Ended())
+    monkeypatch.setattr("subprocess.run", lambda command, env, **_: started.append(env) or Ended())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     compare = ["compare", "--config", TINY, f"data.directory={data}", "--ranks", "1", "--optimizers"]
     for wrong, message in (
         ("admw", "did you mean 'adamw'?"),
@@ -253,7 +260,7 @@ def test_a_comparison_states_each_rate_and_refuses_before_anything_trains(data, 
         "NOT A FAIR COMPARISON: the rate of alto, lion:lr=3e-4 was chosen for these settings, that of adamw, ademamix "
         "is a default: the paper's for GPT-2 at global batch 4096 (here: 64), or a library's."
     ) in said.err
-    assert len(started) == 1
+    assert [env["OMP_NUM_THREADS"] for env in started] == [str(len(os.sched_getaffinity(0)))]  # one rank has all cores
     with pytest.raises(SystemExit):
         main([*compare, "adamw", "--optimizers", "lamb"])  # neither of them has a rate of its own
     assert "FAIR" not in capsys.readouterr().err

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from alto_distributed.pretrain.cli import main
-from alto_distributed.pretrain.data import cuts, files, sources, tokenizer
+from alto_distributed.pretrain.data import cuts, files, sources, tokenizer, unpack
 from alto_distributed.pretrain.data.prepare import prepare
 from alto_distributed.pretrain.data.sources import Lines, Source
 from tests.helpers.launcher import EXHAUSTIVE, REPO
@@ -330,6 +330,36 @@ def test_a_packed_file_that_cannot_be_read_is_refused(name, message, tmp_path, c
     assert re.search(message, line), line
     if name != "cut.jsonl.gz":  # found when it is unpacked
         assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_no_line_has_is_refused_before_anything_is_tokenized(tmp_path, monkeypatch):
+    monkeypatch.setattr(unpack, "_BLOCK", 200)
+    rows = [json.dumps({"id": number, "body": f"document {number}"}) for number in range(60)]
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+        (tmp_path / name).write_bytes(pack("\n".join(rows).encode()))
+        wrong = rf"no documents in the input: .*{name} line 1: no .text.; name its key with --text-key: .'id', 'body'"
+        with pytest.raises(ValueError, match=wrong):
+            prepare(tmp_path / "out", [tmp_path / name], kind="bytes")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("names", "documents"), [
+    (["bad", "good"], ["a"]),
+    (["late"], ["a"]),
+    (["long"], ["a" * 300]),
+    (["bad", "text"], ["fine\n"]),
+])  # fmt: skip
+def test_lines_that_are_no_documents_are_left_out_as_long_as_there_is_one(names, documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(unpack, "_BLOCK", 200)
+    content = {"bad": '{"body": "b"}\n', "good": '{"text": "a"}\n', "late": 'bad\n{"text": "a"}'}
+    content["long"] = json.dumps({"text": "a" * 300})
+    for name, text in content.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "text.txt").write_text("fine\n")
+    paths = [tmp_path / (f"{name}.txt" if name == "text" else f"{name}.jsonl") for name in names]
+    prepare(tmp_path / "out", paths, kind="bytes", split=(1, 0, 0))
+    assert text_of(tmp_path / "out", "train") == documents
 
 
 def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):

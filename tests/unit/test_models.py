@@ -147,9 +147,17 @@ def test_evaluation_takes_every_token_of_a_text_once(kind, data):
     prepared = inference.evaluate_prepared(one, data / "data", "valid", 16)
     assert prepared.tokens == 16 * 24
     assert prepared.bits_per_byte is None
+    moved = held({"kind": kind}, directory="nowhere", document_mask=kind == "llama")
+    assert inference.evaluate_prepared(moved, data / "data", "valid", 16) == prepared
     compressed = data / "text.jsonl.gz"
     compressed.write_bytes(gzip.compress((data / "text.jsonl").read_bytes()))
     assert inference.evaluate_text(one, tokenizers.Bytes(), [compressed]) == found
+
+
+def test_evaluation_needs_a_text(tmp_path):
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"there is no text in .*blank.jsonl"):
+        inference.evaluate_text(held({}), tokenizers.Bytes(), [tmp_path / "blank.jsonl"])
 
 
 def test_generation_repeats_stays_in_the_vocabulary_and_has_room():
@@ -187,7 +195,8 @@ def test_models_that_cannot_be(name):
 COMMANDS = {
     "no run": (["export", "nowhere"], "nowhere has no checkpoint: give the directory of a run"),
     "two prompts": (["generate", "nowhere", "one", "two"], "'two' is one word too many; put a text in quotes"),
-    "tokens": (["generate", "nowhere", "one", "--tokens", "0"], "--tokens 0 must be a number from 1 on"),
+    "tokens": (["generate", "nowhere", "one", "--tokens", "0"], "--tokens 0 must be a number between 1 and 2**31 - 1"),
+    "seed": (["generate", "nowhere", "one", "--seed", "9" * 30], f"--seed {'9' * 30} must be a number between 0 and"),
     "format": (["export", "nowhere", "--to", "gguf"], "argument --to: invalid choice: 'gguf'"),
 }
 

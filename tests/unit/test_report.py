@@ -149,6 +149,19 @@ def test_a_watch_ends_with_the_runs(tmp_path):
     assert Page((tmp_path / "report.html").read_text()).refresh is None
 
 
+def test_the_command_watches_until_the_run_is_complete_or_it_is_interrupted(tmp_path, capsys, monkeypatch):
+    run = made_up(tmp_path / "run", optimizer="adamw")
+    cli.main(["report", str(run), "--watch"])
+    assert capsys.readouterr().out == f"{run}/report.html: run step 400; complete\n"
+
+    def interrupted(runs, into, seconds, say):
+        assert (runs, into, seconds) == ([run], tmp_path, 7)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "watch", interrupted)
+    cli.main(["report", str(run), "--into", str(tmp_path), "--watch", "--every", "7"])
+
+
 def test_a_watch_ends_with_a_run_that_diverged(tmp_path):
     """It waited for a last step that would never come."""
     run, said = made_up(tmp_path / "run", optimizer="adamw", steps=200), []

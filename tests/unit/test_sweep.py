@@ -98,6 +98,19 @@ def test_trials_share_the_devices():
         shares(2, 3, ["0", "1", "2", "3", "4"], 64)
 
 
+@pytest.mark.parametrize(("said", "devices"), [
+    (None, ["0", "1"]),
+    ("3, GPU-x", ["3", "GPU-x"]),
+    ("3,GPU-x,-1,5", ["3", "GPU-x"]),
+])  # fmt: skip
+def test_gpus_have_the_names_of_the_environment(said, devices, monkeypatch):
+    monkeypatch.setattr(trials.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+    assert trials.visible_devices() == devices
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return prepare_bytes(tmp_path_factory.mktemp("data"))
@@ -191,6 +204,10 @@ def test_an_interrupted_sweep_ends_its_trials(program, data, tmp_path):
     (["--optimizers", "alto", "--budget", "5", "--seeds", "0"], "--seeds 0 must be at least 1"),
     (["--optimizers", "alto", "--budget", "5", "--jobs", "0"], "--jobs 0 must be at least 1"),
     (["--optimizers", "alto", "--budget", "5", "training.global_batch=7"], "training.global_batch=7"),
+    (["--optimizers", "adamw=1e-3", "--budget", "5"], "--optimizers adamw=1e-3: there is no name"),
+    (["--optimizers", "alto", "--budget", "5", "--ranks", "0"], "0 ranks (--world, --ranks): there must be between"),
+    (["--optimizers", "alto", "--budget", "5", "--engine", "megatron", "megatron.tensor_parallel=2"],
+     "1 ranks are not a multiple of tensor_parallel x pipeline_parallel = 2"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_trains(words, message, data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

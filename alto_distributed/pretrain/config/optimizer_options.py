@@ -132,6 +132,8 @@ def resolve(name: str, lr: float, weight_decay: float, chosen: Mapping[str, Any]
             raise ValueError(f"optimizer.options.{option}={options[option]!r} must be a number from 0 on for {name}")
     if name == "muon":
         options["momentum"] = check_beta("optimizer.options.momentum", _number("momentum", options["momentum"]))
+    if name == "mars" and not lr:
+        raise ValueError("optimizer.lr=0 is not possible with mars, which divides by it")
     if name == "soap":
         every = options["precondition_frequency"]
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:

@@ -70,6 +70,21 @@ class Run:
         """Ranks that share one copy of the model."""
         return self.megatron.tensor_parallel * self.megatron.pipeline_parallel if self.engine == "megatron" else 1
 
+    def data_parallel(self, world: int) -> int:
+        """Copies of the model on ``world`` ranks.
+
+        Raises:
+            ValueError: there are no ranks, or they do not divide by those of one copy.
+        """
+        if not 1 <= world < 2**31:
+            raise ValueError(f"{world} ranks (--world, --ranks): there must be between 1 and 2**31 - 1")
+        if world % self.model_parallel:
+            raise ValueError(
+                f"{world} ranks are not a multiple of tensor_parallel x pipeline_parallel = {self.model_parallel}; add "
+                "ranks, or set megatron.tensor_parallel and megatron.pipeline_parallel"
+            )
+        return world // self.model_parallel
+
     def accumulation(self, data_parallel: int) -> int:
         """Micro-batches that each rank adds up in a step, at the end of a batch ramp."""
         t = self.training
@@ -129,10 +144,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 def parse(settings: dict[str, Any]) -> Run:
     """A run's settings from nested dictionaries, such as :meth:`Run.as_dict` gives."""
     check_size_limits(settings, "the settings")
+    _refuse_ramp_as_batch(settings)
     try:
         return _RUN.validate_python(_with_schedule(_with_optimizer(_with_preset(settings))))
     except ValidationError as error:
         raise ValueError(refusal(error, Run)) from None
+
+
+def _refuse_ramp_as_batch(settings: dict[str, Any]) -> None:
+    training: Any = settings.get("training") if isinstance(settings, dict) else None
+    batch = training.get("global_batch") if isinstance(training, dict) else None
+    if isinstance(batch, dict):
+        raise ValueError(
+            f"training.global_batch={shown(batch)} should be a whole number, the batch at the end; how it grows to "
+            "that is training.batch_ramp={start: ..., step: ..., every: ...}"
+        )
 
 
 def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def prepare(
     }
     if (output / MANIFEST).exists() and not force:
         return Prepared(output_dir.complete(output, settings, about_inputs), was_there=True)
+    unpack.check_key(found, text_key)
 
     versions = _versions()
     chunks: Sequence[tuple[cuts.ByteRange, ...]] = ()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import shown
 from ..integrity import checksum
 
 if TYPE_CHECKING:
@@ -283,6 +284,21 @@ def lines_in(source: Source) -> int:
     """How many lines of JSON a file has, good or bad."""
     with open(source.path, "rb") as file:
         return sum(1 for line in file if line.strip())
+
+
+def why_no_document(beginning: bytes, key: str) -> str:
+    """Of the first lines of JSON lines: why none holds a document; "" if one does, or all are blank."""
+    lines = beginning.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
+    found = [_document(line, number, key) for number, line in enumerate(lines, 1) if line.strip()]
+    bad = [document for document in found if isinstance(document, Bad)]
+    if not bad or len(bad) < len(found):
+        return ""
+    why = f"line {bad[0].line}: {bad[0].why}"
+    try:
+        row = json.loads(lines[bad[0].line - 1])
+    except (ValueError, RecursionError):
+        return why
+    return f"{why}; name its key with --text-key: {shown(list(row))}" if isinstance(row, dict) else why
 
 
 def _document(line: bytes, number: int, key: str) -> str | Bad:

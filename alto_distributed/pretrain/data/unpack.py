@@ -19,7 +19,7 @@ from typing import IO, Any
 from ...errors import one_line
 from ...extras import require
 from ..integrity import sync
-from .sources import COMPRESSED, JSON_LINES, Source
+from .sources import COMPRESSED, JSON_LINES, TABLES, Source, why_no_document
 
 PREFIX = "input-"
 _BLOCK = 1 << 20
@@ -40,6 +40,28 @@ def check(sources: Sequence[Source], key: str) -> None:
                     file.read(1)
             elif source.packed:
                 next(_rows(source, key), None)
+
+
+def check_key(sources: Sequence[Source], key: str) -> None:
+    """Look for a document where JSON lines begin, before they are read whole.
+
+    Raises:
+        ValueError: there is none, and no other kind of source: most likely the key is another.
+    """
+    why = ""
+    for source in sources:
+        if not source.json_lines or source.packed in TABLES:
+            return
+        with _refused(source), _plain(source) as file:
+            beginning = file.read(_BLOCK)
+            if file.read(1):
+                beginning = beginning[: beginning.rfind(b"\n") + 1]
+        reason = why_no_document(beginning, key)
+        if not reason:
+            return
+        why = why or f"{source.path} {reason}"
+    if why:
+        raise ValueError(f"there are no documents in the input: {why}")
 
 
 def unpacked(source: Source, number: int, folder: Path, key: str) -> Source:
@@ -67,6 +89,10 @@ def unpacked(source: Source, number: int, folder: Path, key: str) -> Source:
 
 @contextlib.contextmanager
 def _plain(source: Source) -> Iterator[IO[bytes]]:
+    if not source.packed:
+        with open(source.path, "rb") as plain:
+            yield plain
+        return
     if source.packed == ".gz":
         with gzip.open(source.path, "rb") as file:
             yield file  # type: ignore[misc]  # it reads bytes
