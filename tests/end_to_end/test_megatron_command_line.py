@@ -4,6 +4,8 @@
 ``pretrain_gpt.py``, and want a tree of it:
 
     ALTO_MEGATRON_LM=/path/to/Megatron-LM pytest tests/end_to_end/test_megatron_command_line.py
+
+That of Megatron-Bridge's ``setup_optimizer`` also wants ALTO_MEGATRON_BRIDGE=/path/to/Megatron-Bridge.
 """
 
 import itertools
@@ -501,3 +503,31 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path):
     resumed, _ = pretrain("--load", str(tmp_path), "--override-opt_param-scheduler", job=job)
     assert list(resumed) == [saved + 1, saved + 2, saved + 3]
     assert max(resumed.values()) < losses_in(log)[1]
+
+
+# -- Megatron-Bridge ---------------------------------------------------------------------------------------
+
+BRIDGE = os.environ.get("ALTO_MEGATRON_BRIDGE")
+
+
+@pytest.mark.slow
+@real_tree
+@pytest.mark.skipif(not BRIDGE, reason="ALTO_MEGATRON_BRIDGE does not name a tree of Megatron-Bridge")
+def test_bridges_own_setup_builds_alto():
+    """Its ``setup_optimizer`` gives what megatron-core gives, bit for bit, over two ranks."""
+
+    def lines(door):
+        program = str(REPO / "tests" / "end_to_end" / "programs" / "train_bridge.py")
+        output = run([*TORCHRUN, RUNNER, program, BRIDGE, door])
+        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+    *expected, core = lines("core")
+    *found, report = lines("bridge")
+    assert [line["step"] for line in found] == list(range(12))
+    assert found == expected
+    assert found[0]["rates"] == [0.025]
+    assert found[-1]["loss"] < found[0]["loss"] - 0.02
+    assert core["asked"] == []
+    assert report["asked"] == [["config_overrides", "model_chunks", "pg_collection", "use_gloo_process_groups"]]
+    built = {"wrapper": "AltoDistributedOptimizer", "optimizer": "ALTO", "alphas": [-3.0]}
+    assert {name: report[name] for name in built} == {name: core[name] for name in built} == built
