@@ -137,6 +137,7 @@ class Collecting(ALTOBase):
                 memory,
             )
             inputs.batch_on(device).append(shard)
+        inputs.put_host_last()
         return inputs
 
     @property

@@ -203,8 +203,10 @@ class ALTO(Collecting):
         if measured:
             self._diagnostics.after(plan.norms, plan.labels, ratio_of_slot)
 
+        # Before anything is launched: copies to the host would wait for that.
+        on_device = {device: step_sizes.to(device) for device in inputs.shards}
         for device, shards in inputs.shards.items():
-            self._kernel_on(device, skip).phase_two(shards, step_sizes.to(device), prepared[device])
+            self._kernel_on(device, skip).phase_two(shards, on_device[device], prepared[device])
         for target, flat in inputs.staged:
             target.copy_(flat.view(target.shape))
         # Kernels that write through addresses do so behind autograd's back.

@@ -54,6 +54,11 @@ class StepInputs:
             self.shards[device] = Batch((), self.kept.setdefault(device, {}))
         return self.shards[device]
 
+    def put_host_last(self) -> None:
+        """Kernels on other devices are launched before the host works through its own shards."""
+        if len(self.shards) > 1:
+            self.shards = dict(sorted(self.shards.items(), key=lambda item: item[0].type == "cpu"))
+
     def ask_for_all_sums(self, plan: StepPlan) -> None:
         """Have phase one give the sums of every parameter, also of those that get no ratio."""
         planned = [planned for group in plan.groups for planned in group]

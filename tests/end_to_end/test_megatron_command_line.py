@@ -4,6 +4,8 @@
 ``pretrain_gpt.py``, and want a tree of it:
 
     ALTO_MEGATRON_LM=/path/to/Megatron-LM pytest tests/end_to_end/test_megatron_command_line.py
+
+That of Megatron-Bridge's ``setup_optimizer`` also wants ALTO_MEGATRON_BRIDGE=/path/to/Megatron-Bridge.
 """
 
 import itertools
@@ -302,6 +304,30 @@ def test_pretrain_gpt_trains_saves_and_resumes(tmp_path):
     assert resumed == pytest.approx({step: whole[step] for step in resumed}, rel=1e-6)
 
 
+#: Without biases: those of experts do not fit another expert parallelism in Megatron itself, with any optimizer.
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --disable-bias-linear"
+EXPERTS += " --dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.slow
+@real_tree
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (1, 2)])
+def test_pretrain_gpt_goes_to_another_expert_parallelism(tmp_path, saved, resumed):
+    """EP 2 has two optimizers, EP 1 one; the losses are those of the run that never stopped."""
+
+    def job(parallelism):
+        return f"{JOB} {EXPERTS} --expert-model-parallel-size {parallelism}"
+
+    whole, _ = pretrain("--save", str(tmp_path), "--save-interval", str(SAVED_AT), job=job(saved))
+    assert list(whole) == list(range(1, ITERATIONS + 1))
+    assert whole[ITERATIONS] < whole[SAVED_AT] - 0.1
+    # core_v0.16.1 has random states for one expert parallelism alone; nothing here draws from them.
+    found, _ = pretrain("--load", str(tmp_path), "--ckpt-step", str(SAVED_AT), "--no-load-rng", job=job(resumed))
+    assert list(found) == list(range(SAVED_AT + 1, ITERATIONS + 1))
+    found[SAVED_AT + 2] = 2 * found[SAVED_AT + 2] - found[SAVED_AT + 1]  # as above
+    assert found == pytest.approx({step: whole[step] for step in found}, rel=5e-6)
+
+
 LOOK_AT_ARGUMENTS = """
 import argparse, contextlib, io, sys
 from scripts.megatron_on_cpu import install_for_pretraining
@@ -477,3 +503,31 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path):
     resumed, _ = pretrain("--load", str(tmp_path), "--override-opt_param-scheduler", job=job)
     assert list(resumed) == [saved + 1, saved + 2, saved + 3]
     assert max(resumed.values()) < losses_in(log)[1]
+
+
+# -- Megatron-Bridge ---------------------------------------------------------------------------------------
+
+BRIDGE = os.environ.get("ALTO_MEGATRON_BRIDGE")
+
+
+@pytest.mark.slow
+@real_tree
+@pytest.mark.skipif(not BRIDGE, reason="ALTO_MEGATRON_BRIDGE does not name a tree of Megatron-Bridge")
+def test_bridges_own_setup_builds_alto():
+    """Its ``setup_optimizer`` gives what megatron-core gives, bit for bit, over two ranks."""
+
+    def lines(door):
+        program = str(REPO / "tests" / "end_to_end" / "programs" / "train_bridge.py")
+        output = run([*TORCHRUN, RUNNER, program, BRIDGE, door])
+        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+    *expected, core = lines("core")
+    *found, report = lines("bridge")
+    assert [line["step"] for line in found] == list(range(12))
+    assert found == expected
+    assert found[0]["rates"] == [0.025]
+    assert found[-1]["loss"] < found[0]["loss"] - 0.02
+    assert core["asked"] == []
+    assert report["asked"] == [["config_overrides", "model_chunks", "pg_collection", "use_gloo_process_groups"]]
+    built = {"wrapper": "AltoDistributedOptimizer", "optimizer": "ALTO", "alphas": [-3.0]}
+    assert {name: report[name] for name in built} == {name: core[name] for name in built} == built

@@ -2,7 +2,8 @@
 
     ALTO_MEGATRON_BRIDGE=/path/to/Megatron-Bridge pytest tests/unit/test_megatron_bridge.py
 
-tests/distributed/cases/megatron.py makes the same calls.
+tests/distributed/cases/megatron.py makes the same calls, and tests/end_to_end/test_megatron_command_line.py runs
+Bridge's own ``setup_optimizer``.
 """
 
 import ast

@@ -40,7 +40,7 @@ OBJECTS |= {"process_groups", "settings", "training", "wrapper", "self.config", 
 #: names of options argparse's, and modules are in the table with what is imported from them.
 OWN = {"alpha", "decayed", "layerwise", "alto_alpha", "alto_checkpoint_format", "initialize_state", "prepare_for_alto"}
 OWN |= {"knows_alto", "params", "param_groups", "state", "iteration", "choices", "add_scalar", "grad"}
-OWN |= {"fp8_utils", "parallel_state", "fsdp_dtensor_checkpoint", "_actions", "_fields"}
+OWN |= {"fp8_utils", "parallel_state", "fsdp_dtensor_checkpoint", "_actions", "_fields", "_kernel_on", "step_in_waves"}
 
 #: Values of flags, which are names of fields too.
 COINCIDENCES = {"bf16", "fp16", "fp8"}

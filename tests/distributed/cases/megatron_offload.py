@@ -1,23 +1,28 @@
 """``optimizer_cpu_offload``: the same weights, states and losses as without, wherever the shards are.
 
-All is bitwise the same. Beside CPU ranks the host is the device. On tests/helpers/pretend a copy to the host that
-was not waited for is NaN, and an operation on tensors of two devices fails.
+All is bitwise the same. Beside CPU ranks the host is the device. On tests/helpers/pretend a copy to the host is NaN
+until its own event was waited for, and what fails is an operation on tensors of two devices, on weights whose copy
+the device's stream does not wait for, and writing over weights that are on their way.
 """
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 
 from alto_distributed import ALTO
-from tests.helpers import devices
-from tests.helpers.cases import some, worlds
+from tests.helpers import devices, pretend
+from tests.helpers.cases import each, some, worlds
 from tests.helpers.megatron_gpt import Job, Layout, Megatron, alto_config, parallel
 
 # isort: split
-from alto_distributed.megatron import cpu_offload
+from alto_distributed.megatron import cpu_offload, diagnostics
 
 STEPS = 5
+#: Of a wave, so that there are several.
+FEW = mock.patch.object(cpu_offload, "WAVE", 2000)
 BF16 = Job(layers=1, precision=torch.bfloat16, steps=STEPS)
 FP16 = Job(layers=1, precision=torch.float16, steps=STEPS)
 FP32 = Job(layers=1, steps=STEPS, clip=0.05)
@@ -70,7 +75,8 @@ def case_offloaded_equals_not_offloaded(setting):
     job, layout, fraction, options, config = setting
     with parallel(layout):
         expected = result(engine_of(job, layout, options, config).train())
-        engine = engine_of(job, layout, options, config, **offloaded(fraction))
+        with FEW:
+            engine = engine_of(job, layout, options, config, **offloaded(fraction))
         check_places(engine, fraction)
         got = result(engine.train())
         check_places(engine, fraction)
@@ -106,6 +112,90 @@ def check_places(engine, fraction):
             assert all(held[key].device == shard.device for key in ALTO.state_keys if key in held)
 
 
+class Spy:
+    """A kernel that notes what it is called for, and what has been copied by then."""
+
+    def __init__(self, kernel, device, seen):
+        self.kernel, self.device, self.seen = kernel, device, seen
+
+    def phase_one(self, shards, sums):
+        assert all(shard.grad.isfinite().all() for shard in shards), "gradients that have not arrived"
+        self.seen.append(("one", self.device.type, [shard.param for shard in shards], *copies()))
+        return self.kernel.phase_one(shards, sums)
+
+    def phase_two(self, shards, step_sizes, prepared=None):
+        self.seen.append(("two", self.device.type, [shard.param for shard in shards], *copies()))
+        self.kernel.phase_two(shards, step_sizes, prepared)
+
+
+def copies():
+    """How many the host has started to the device, and how many to the host it has waited for at once."""
+    counts = pretend.counts() if devices.NAME == "pretend" else {}
+    return counts.get("to device, not waiting", 0), counts.get("to host", 0)
+
+
+@contextlib.contextmanager
+def spied():
+    """Calls of kernels in the block: (phase, device, shards, copies before it)."""
+    seen, kernel_on = [], ALTO._kernel_on
+    with mock.patch.object(ALTO, "_kernel_on", lambda *given: Spy(kernel_on(*given), given[1], seen)):
+        yield seen
+
+
+@worlds(2)
+@each(fraction=(1.0, 0.8))
+def case_waves_are_stepped_while_others_travel(fraction):
+    """The host waits for one wave's gradients at a time; weights leave before the next wave is stepped."""
+    with parallel(Layout()):
+        with mock.patch.object(cpu_offload, "WAVE", 1):  # each shard is one
+            engine = engine_of(BF16, Layout(), {}, {}, **offloaded(fraction))
+        engine.train(2)
+        (wrapper,) = engine.wrappers
+        on_host, late = wrapper._alto_on_host, []
+        expected = [shard for group in wrapper.optimizer.param_groups for shard in group["params"] if shard in on_host]
+        assert len(expected) >= 2
+        wait, step, counts = wrapper._alto_copies.wait, wrapper.step_with_ready_grads, {}
+
+        def watched_wait(wave):
+            if devices.NAME == "pretend":
+                late.append([one.wave for one in on_host.values() if one.gradient.isnan().all()])
+            wait(wave)
+            if wave >= 0:  # beside CPU ranks, what stays on the device comes before all waves
+                seen.append(("wait", "cpu", [], *copies()))
+
+        def watched_step():
+            if devices.NAME != "pretend":
+                return step()
+            with pretend.counted() as counted:
+                result = step()
+            counts.update(counted)
+            return result
+
+        wrapper._alto_copies.wait, wrapper.step_with_ready_grads = watched_wait, watched_step
+        with spied() as seen:
+            engine.step(2)
+
+        for phase in ("one", "two"):
+            calls = [call for call in seen if call[0] == phase]
+            of_host = [on_host.keys() >= set(call[2]) for call in calls]
+            assert of_host == sorted(of_host), "the device's own shards come first"
+            assert all(of_host) == (fraction == 1)
+            host = [list(map(id, call[2])) for call in calls if on_host.keys() >= set(call[2])]
+            assert host == [[id(shard)] for shard in expected]
+        waited = [call[0] for call in seen if call[0] != "two" and on_host.keys() >= set(call[2])]
+        assert waited == ["wait", "one"] * len(expected), "waves that the host does not step yet"
+        if devices.NAME == "pretend":
+            waves = list(range(len(expected)))
+            assert late == [waves[wave:] for wave in waves], "a wave arrived before it was waited for"
+            copied = [count for phase, device, _, count, _ in seen if (phase, device) == ("two", "cpu")]
+            assert [count - copied[0] for count in copied] == waves, "weights did not leave at once"
+            assert len({count for phase, *_, count in seen if phase == "two"}) == 1, "the host waited for phase two"
+            counts.pop("read", None)  # by the reference, on the device
+            # The table of norms goes there and the rates come back. The host waits for nothing else.
+            beside = dict.fromkeys(("to host, not waiting", "event synchronize", "to device, not waiting"), len(waves))
+            assert counts == {"to device": 1, "to host": 1, **beside}
+
+
 @worlds(2)
 def case_offloaded_gradients_that_are_not_finite():
     """They are on the device when the ranks agree on whether to step."""
@@ -136,6 +226,21 @@ def case_norm_and_zeros_of_offloaded_gradients():
         got = engine.step(0)
         assert got == expected, (got, expected)
         assert not any(p.grad is not None for w in engine.wrappers for p in w.get_parameters() if p.stride() == (0,))
+
+
+@worlds(2)
+def case_diagnostics_of_offloaded_shards():
+    """They read gradients before the waves do."""
+    with parallel(Layout()):
+        config = alto_config(BF16, alto_diagnostics_every=1)
+        expected = diagnostics(Megatron(BF16, Layout(), optimizer=config).train(2).optimizer)
+        with FEW:
+            engine = Megatron(BF16, Layout(), optimizer=dataclasses.replace(config, **offloaded(1.0)))
+        got = diagnostics(engine.train(2).optimizer)
+        assert got.keys() == expected.keys()
+        assert len(got) > 5
+        for name, reading in expected.items():
+            assert tuple(got[name]) == pytest.approx(tuple(reading), rel=1e-4), name
 
 
 @worlds(2)

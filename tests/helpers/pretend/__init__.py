@@ -6,15 +6,17 @@ NCCL's:
 
 - an operator on tensors of the host and of the device, or of two devices, fails;
 - every value that the host reads and every copy between host and device is counted, and can be forbidden (:func:`no`);
-- a copy to the host that is not waited for has not arrived: the host finds NaN there;
+- a copy to the host has not arrived until the host waits for its stream, or for an event after it: it finds NaN there.
+  What the host writes to memory that is on its way to the device is an error, and so is an operator on what another
+  stream is copying to the device, unless its own stream waits for that;
 - collectives take tensors of one device of this rank, and ranks that do not run the same collectives in the same order
   are told so, instead of hanging;
 - object collectives go over the device.
 
 ``PRETEND_DEVICES=1`` shows one device to each rank, and ``PRETEND_NO_FLOAT64=1`` refuses float64 in collectives.
 
-It has no streams that run late, no CUDA graphs and no Triton. It is for rank processes and subprocesses: it cannot be
-taken out of a process again. The extension is compiled once, in about a minute.
+It has nothing else that runs late, no CUDA graphs and no Triton. It is for rank processes and subprocesses: it cannot
+be taken out of a process again. The extension is compiled once, in about a minute.
 """
 
 import contextlib
@@ -103,7 +105,7 @@ def device_of(device=None):
 
 
 class Stream(torch.Stream):
-    """Has a name; what is launched on it is done at once."""
+    """Copies on it are in order; all else that is launched on it is done at once."""
 
     def __new__(cls, device=None, priority=0, **known):
         if known:

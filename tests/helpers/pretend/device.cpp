@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -122,6 +123,99 @@ bool is_pinned(const void* address) {
   if (after == pinned.begin()) return false;
   const auto& [begin, bytes] = *--after;
   return static_cast<const char*>(address) < begin + bytes;
+}
+
+// How many copies of each stream have come to an end by some point of a stream, or by an event.
+using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
+using Clock = std::map<StreamKey, int64_t>;
+std::map<StreamKey, Clock> clocks;
+
+// Copies between host and device that the host has not waited for.
+struct UnderWay {
+  StreamKey stream;
+  int64_t number;  // of its stream
+  Tensor host;     // where to, or where from
+  Tensor values;   // what arrives, or what was there
+  bool to_host;
+  const char* begin;  // on the device
+  size_t bytes;
+};
+std::vector<UnderWay> copies_under_way;
+
+StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+StreamKey current_key(Device device) { return {device.index(), current_streams[device.index()]}; }
+
+void merge(Clock& clock, const Clock& other) {
+  for (const auto& [stream, number] : other) clock[stream] = std::max(clock[stream], number);
+}
+
+bool same_bytes(const Tensor& a, const Tensor& b) {
+  const Tensor one = a.contiguous(), two = b.contiguous();
+  return one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), two.const_data_ptr(), one.nbytes()) == 0;
+}
+
+// Those that are over by some clock (all, without one), or some of them, are no longer under way.
+std::vector<UnderWay> take_finished(
+    const Clock* clock, const std::function<bool(const UnderWay&)>& wanted = [](const UnderWay&) { return true; }) {
+  const std::lock_guard<std::mutex> lock(guard);
+  std::vector<UnderWay> finished, others;
+  for (auto& copy : copies_under_way) {
+    const auto known = clock ? clock->find(copy.stream) : Clock::const_iterator{};
+    const bool over = !clock || (known != clock->end() && copy.number <= known->second);
+    (over && wanted(copy) ? finished : others).push_back(std::move(copy));
+  }
+  copies_under_way.swap(others);
+  return finished;
+}
+
+void settle(const std::vector<UnderWay>& finished) {
+  for (const auto& copy : finished) {
+    if (copy.to_host) copy.host.copy_(copy.values);
+    TORCH_CHECK(copy.to_host || same_bytes(copy.host, copy.values),
+                "pretend: the host wrote to memory that was on its way to the device");
+  }
+}
+
+Clock clock_of(StreamKey stream) {
+  const std::lock_guard<std::mutex> lock(guard);
+  return clocks[stream];
+}
+
+void begin_copy(StreamKey stream, const Tensor& on_device, Tensor host, Tensor values, bool to_host) {
+  const std::lock_guard<std::mutex> lock(guard);
+  const int64_t number = ++clocks[stream][stream];
+  const auto* begin = static_cast<const char*>(on_device.const_data_ptr());
+  copies_under_way.push_back({stream, number, std::move(host), std::move(values), to_host, begin, on_device.nbytes()});
+}
+
+// Throws if another stream is copying from the host to this memory, and the current one has not waited for it.
+void check_arrived(const Tensor& tensor) {
+  const std::lock_guard<std::mutex> lock(guard);
+  if (copies_under_way.empty() || tensor.numel() == 0) return;
+  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  const StreamKey current = current_key(tensor.device());
+  for (const auto& copy : copies_under_way) {
+    const bool meets = copy.begin < begin + tensor.nbytes() && begin < copy.begin + copy.bytes;
+    if (copy.to_host || copy.stream == current || !meets) continue;
+    TORCH_CHECK(copy.number <= clocks[current][copy.stream],
+                "pretend: a stream uses what another one is still copying to the device");
+  }
+}
+
+// A stream is about to copy from or to memory of the host: its own copies of that memory are over by then.
+void settle_before(StreamKey stream, const Tensor& host) {
+  const Clock clock = clock_of(stream);
+  const auto* begin = static_cast<const char*>(host.const_data_ptr());
+  settle(take_finished(&clock, [&](const UnderWay& copy) {
+    const auto* other = static_cast<const char*>(copy.host.const_data_ptr());
+    return other < begin + host.nbytes() && begin < other + copy.host.nbytes();
+  }));
+}
+
+// The host has waited for what a stream has to do.
+void wait_for(StreamKey stream) {
+  const Clock clock = clock_of(stream);
+  settle(take_finished(&clock));
 }
 
 // The same memory as a storage of another device.
@@ -248,13 +342,19 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (kReads.count(schema.name())) note("read");
   CallOnHost call(schema.name());
   std::optional<Device> asked;
-  for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); i++) {
-    c10::IValue& argument = (*stack)[i];
+  const size_t count = schema.arguments().size();
+  for (size_t i = 0; i < count; i++) {
+    c10::IValue& argument = (*stack)[stack->size() - count + i];
     if (argument.isDevice()) {
       asked = argument.toDevice();
       argument = Device(c10::kCPU);
     }
-    change_tensors(argument, [&](const Tensor& tensor) { return call.to_host(tensor); });
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool is_viewed = alias && !alias->isWrite();  // and not read
+    change_tensors(argument, [&](const Tensor& tensor) {
+      if (!is_viewed && tensor.defined() && tensor.device().type() == kType) check_arrived(tensor);
+      return call.to_host(tensor);
+    });
   }
   call.settle_device(asked);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -280,9 +380,6 @@ Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std
                                            c10::dtype_or_default(dtype));
 }
 
-// Copies to the host that nobody has waited for: where to, and what.
-std::vector<std::pair<Tensor, Tensor>> copies_under_way;
-
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   const bool from_device = source.device().type() == kType, to_device = target.device().type() == kType;
   if (from_device && to_device) {
@@ -292,15 +389,21 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     // pinned memory.
     const bool waits = !non_blocking || (to_device && !is_pinned(source.storage().data()));
     note(std::string(from_device ? "to host" : "to device") + (waits ? "" : ", not waiting"));
+    const StreamKey stream = current_key(from_device ? source.device() : target.device());
     if (from_device && !waits) {
       const Tensor values = as_cpu(source).to(target.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+      settle_before(stream, target);
       // Who reads too early must not find the right values there.
       target.fill_(target.is_floating_point() ? at::Scalar(NAN) : at::Scalar(-1));
-      const std::lock_guard<std::mutex> lock(guard);
-      copies_under_way.emplace_back(target, values.expand_as(target));
+      begin_copy(stream, source, target, values.expand_as(target), /*to_host=*/true);
       return target;
     }
-    finish_copies();
+    if (waits) {
+      wait_for(stream);
+    } else {
+      settle_before(stream, source);
+      begin_copy(stream, target, source, source.clone(), /*to_host=*/false);
+    }
   }
   auto into = to_device ? as_cpu(target) : target;
   into.copy_(from_device ? as_cpu(source) : source);
@@ -314,7 +417,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 
 at::Scalar read_value(const Tensor& tensor) {
   note("read");
-  finish_copies();
+  wait_for(current_key(tensor.device()));
   return at::_local_scalar_dense(as_cpu(tensor));
 }
 
@@ -376,7 +479,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
-// ---- devices, streams, events: streams and events have names, and nothing runs late but copies to the host -------
+// ---- devices, streams, events: nothing runs late but copies between host and device ------------------------------
 
 class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -410,31 +513,37 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     current_streams[stream.device_index()] = stream.id();
     return before;
   }
-  bool queryStream(const c10::Stream&) const override {
-    finish_copies();
+  bool queryStream(const c10::Stream& stream) const override {
+    wait_for(key_of(stream));
     return true;
   }
-  void synchronizeStream(const c10::Stream&) const override {
+  void synchronizeStream(const c10::Stream& stream) const override {
     note("synchronize");
-    finish_copies();
+    wait_for(key_of(stream));
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     note("synchronize");
-    finish_copies();
+    settle(take_finished(nullptr));
   }
 
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    static char recorded;
-    *event = &recorded;
+  // An event has the clock of its stream.
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Clock;
+    *static_cast<Clock*>(*event) = clock_of(key_of(stream));
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    finish_copies();
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!event) return;
+    const std::lock_guard<std::mutex> lock(guard);
+    merge(clocks[key_of(stream)], *static_cast<Clock*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    if (event) settle(take_finished(static_cast<Clock*>(event)));
     return true;
   }
-  void synchronizeEvent(void*) const override {
+  void synchronizeEvent(void* event) const override {
     note("event synchronize");
-    finish_copies();
+    if (event) settle(take_finished(static_cast<Clock*>(event)));
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.001; }
 };
@@ -491,16 +600,8 @@ void note(const std::string& what) {
 }
 
 Tensor as_cpu(const Tensor& tensor) {
+  check_arrived(tensor);
   return with_storage(tensor, shared_with(tensor.storage(), Device(c10::kCPU)), c10::DispatchKey::CPU);
-}
-
-void finish_copies() {
-  std::vector<std::pair<Tensor, Tensor>> arriving;
-  {
-    const std::lock_guard<std::mutex> lock(guard);
-    arriving.swap(copies_under_way);
-  }
-  for (auto& [target, values] : arriving) target.copy_(values);
 }
 
 void bind_group(py::module& module);  // in group.cpp

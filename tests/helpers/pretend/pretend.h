@@ -1,6 +1,6 @@
 // An accelerator that is not there: a PrivateUse1 device whose memory and arithmetic are the host's.
 //
-// It has no speed and no streams. What it has is a real device's rules: which tensors may meet in an operator, where the
+// It has no speed, and of streams only the order of copies. What it has is a real device's rules: which tensors may meet in an operator, where the
 // host reads or copies, on which device a collective runs. See __init__.py for what tests do with it.
 #pragma once
 
@@ -21,8 +21,5 @@ void note(const std::string& what);
 
 // The tensor's own memory, as a tensor of the CPU.
 at::Tensor as_cpu(const at::Tensor& tensor);
-
-// Copies to the host that were not waited for arrive now.
-void finish_copies();
 
 }  // namespace pretend
