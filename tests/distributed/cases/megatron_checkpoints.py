@@ -20,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # is
 from alto_distributed import ALTO
 from alto_distributed.megatron import checkpoint_formats as formats
 from alto_distributed.megatron.group_loading import regrouped
+from tests.helpers import devices
 from tests.helpers.cases import after, each, worlds
 from tests.helpers.megatron_saves import (
     AFTER,
@@ -220,7 +221,12 @@ def case_states_that_move(directory, setting):
         load(engine, place(directory, saved, "fully"), "fully")
         assert_same("loaded", picture(engine, RUNS[loads]), at_save)
         advance(engine, BEFORE, BEFORE + AFTER)
-        assert_same("continued", picture(engine, RUNS[loads]), at_end)
+        got = picture(engine, RUNS[loads])
+    if devices.NAME == "cpu":
+        assert_same("continued", got, at_end)
+    else:  # the kernels of host and device round otherwise
+        assert torch.equal(got["steps"], at_end["steps"])
+        assert gap(got, at_end) <= 2.0**-7
 
 
 @worlds(2)

@@ -229,6 +229,25 @@ def case_norm_and_zeros_of_offloaded_gradients():
 
 
 @worlds(2)
+def case_weights_that_are_loaded_into_the_model_reach_the_host():
+    """As with ``--finetune``; under Megatron's own offload, Megatron-Bridge reports stale weights there."""
+
+    def continued(**offload):
+        engine = engine_of(BF16, Layout(), {}, {}, **offload).train(2)
+        with torch.no_grad():
+            for _, p in engine.named_parameters():
+                p.mul_(0.5)
+        engine.optimizer.reload_model_params()
+        engine.step(2)
+        return result(engine)
+
+    with parallel(Layout()):
+        expected, got = continued(), continued(**offloaded(1.0))
+    for name, value in expected.items():
+        assert devices.NAME == "cuda" or torch.equal(got[name], value), name
+
+
+@worlds(2)
 def case_diagnostics_of_offloaded_shards():
     """They read gradients before the waves do."""
     with parallel(Layout()):
