@@ -170,4 +170,4 @@ def load_exactly(
                 if key in saved:
                     state[key] = states.match_layout(saved[key], param, (dtypes or {}).get(key))
             if isinstance(state.get(states.STEP), torch.Tensor):
-                state[states.STEP] = state[states.STEP].cpu()
+                state[states.STEP] = state[states.STEP].to("cpu", torch.float32)  # torch keeps the saved type

@@ -124,6 +124,14 @@ def test_deepspeed_jsons(text, tmp_path):
         refuse_what_deepspeed_refuses(deepspeed_config(run, 1), str(path))
 
 
+def test_a_misspelt_key_of_two_lines(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"\ndata_types": {"grad_accum_dtype": "fp32"}}))
+    with pytest.raises(ValueError) as caught:
+        deepspeed_config(config.load(TINY, [f"deepspeed.config={path}"]), 1)
+    assert str(caught.value).endswith(r"has '\ndata_types', which DeepSpeed would ignore; did you mean 'data_types'?")
+
+
 @pytest.mark.parametrize(
     "section",
     [
@@ -332,6 +340,21 @@ def test_state_dicts_with(what):
     saved["state"][0][key] = value
     with pytest.raises(ValueError, match=message):
         trained().load_state_dict(saved)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(3), torch.tensor(3.0, dtype=torch.float64), 3], ids=repr)
+def test_a_step_of_another_type(count):
+    """As other programs save it. Counters of two types could not be counted up together."""
+    saved = copy.deepcopy(trained().state_dict())
+    saved["state"][0]["step"] = count
+    optimizer = trained()
+    optimizer.load_state_dict(saved)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    step = optimizer.state[optimizer.param_groups[0]["params"][0]]["step"]
+    assert (step.dtype, step.item()) == (torch.float32, 4)
 
 
 def test_a_group_that_was_gathered_with_nonsense():
