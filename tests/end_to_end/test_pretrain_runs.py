@@ -262,8 +262,10 @@ def test_torchrun_starts_a_job_again_whose_worker_was_killed(engine, whole, toke
     assert process.returncode == 0, output[-4000:]
     assert sockets, "the ranks' store does not listen"
     assert not {"0.0.0.0", "::"}.intersection(sockets), sockets  # torch's own listens at all addresses
-    # Rank 0 says what it lost, unless torchrun ends it first, which is chance. The test below has the line.
-    assert "failed (exitcode: -9) local_rank: 1" in output, output[-8000:]
+    # Rank 0 says what it lost, unless torchrun ends it first, which is chance. The test below has the line. On a busy
+    # machine both have ended when torchrun looks, and it names either.
+    ended = re.findall(r"failed \(exitcode: -?\d+\) local_rank: [01]", output)
+    assert len(ended) == 1, f"{ended}\n{output[:8000]}"
     assert output.count("resumed from") == 1, output[-4000:]
     assert losses(into) == losses(folder / engine)  # to the last digit
     assert checkpoint_bits(into, EVERY) == checkpoint_bits(folder / engine, EVERY)

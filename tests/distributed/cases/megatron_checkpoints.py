@@ -141,10 +141,13 @@ def in_another_layout(directory, label, kind, layout):
         assert torch.equal(got["steps"], at_end["steps"])
         difference = gap(got, at_end)
     allowed = 1e-6
-    if layout.tensor != RUNS[label].layout.tensor:
-        # Half precision rounds differently where tensor parallelism cuts; it need only go on. So may a state in
-        # bfloat16, by its last bit.
-        allowed = 0.1 if not run.exact else 1e-3 if run.options == SMALL_STATES else 1e-6
+    cut = layout.tensor != RUNS[label].layout.tensor
+    # Half precision rounds differently where tensor parallelism cuts; it need only go on. So may a state in bfloat16,
+    # by its last bit, there and where a device adds gradients up in another order.
+    if cut and not run.exact:
+        allowed = 0.1
+    elif run.options == SMALL_STATES and (cut or devices.NAME != "cpu"):
+        allowed = 1e-3
     assert difference <= allowed, f"{label}, {kind}, in {layout}: {difference:.1e}"
 
 

@@ -40,13 +40,13 @@ STAGES = (1, 2, 3)
 
 
 def unsharded(run, steps, sizes=None, then=(None, None), parts=1):
-    """The same training in this process alone; the optimizers themselves are tested elsewhere.
+    """The same training in this process alone, on its device; the optimizers themselves are tested elsewhere.
 
     Args:
         then: a step from which another run's clipping and decay hold, and that run.
         parts: of a batch, whose gradients are added up as those of micro-batches and ranks are.
     """
-    model = build_model(run)
+    model = build_model(run).to(devices.here())
     optimizer = optimizers.build_optimizer(run, optimizers.build_groups(run, model))
     results = []
     for step in range(steps):
@@ -54,9 +54,9 @@ def unsharded(run, steps, sizes=None, then=(None, None), parts=1):
             run = then[1]
             for group in optimizer.param_groups:
                 group["weight_decay"] = run.optimizer.weight_decay if group["weight_decay"] else 0.0
-        tokens = tokens_of(step, sizes[step] if sizes else BATCH)
+        tokens = tokens_of(step, sizes[step] if sizes else BATCH).to(devices.here())
         optimizer.zero_grad()
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=devices.here())
         for part in tokens.chunk(parts):
             share = next_token_loss(model(**inputs_of(part)).logits, part) / parts
             share.backward()
@@ -66,7 +66,7 @@ def unsharded(run, steps, sizes=None, then=(None, None), parts=1):
             group["lr"] = rate(run, step)
         optimizer.step()
         results.append((loss.item(), norm.item()))
-    return results, {name: p.detach() for name, p in model.named_parameters()}
+    return results, {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 def gap(got, expected, start):

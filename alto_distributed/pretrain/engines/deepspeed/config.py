@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ....errors import nearest, shown
+from ....errors import nearest
 from ....hyperparameters import check_eps
 from ... import optimizers
 from ...config.optimizer_options import WHOLE_NAMES
@@ -107,7 +107,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
     for key in config:
         near = "" if key in _KNOWN else nearest(key, _KNOWN, cutoff=0.85)
         if near:
-            raise ValueError(f"the DeepSpeed JSON has {shown(key)}, which DeepSpeed would ignore; did you mean {near!r}?")
+            name = json.dumps(key)
+            raise ValueError(f'the DeepSpeed JSON has {name}, which DeepSpeed would ignore; did you mean "{near}"?')
     checkpoint = config.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("load_universal"):
         raise ValueError(
