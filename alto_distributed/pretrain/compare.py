@@ -155,9 +155,7 @@ def main(options: argparse.Namespace) -> None:
     made = jobs(options)
     state(made)
     _warn_of_defaults(made)
-    # torchrun would give each rank one thread, and say so in a banner.
-    share = max(1, len(os.sched_getaffinity(0)) // options.ranks)
-    variables = {"OMP_NUM_THREADS": str(share), **os.environ}
+    variables = {**threads(options.ranks, len(os.sched_getaffinity(0))), **os.environ}
     directories = []
     for job in made:
         directory = options.into / job.directory
@@ -174,6 +172,11 @@ def command_of(ranks: int) -> list[str]:
     """How to start this program on so many ranks of this machine; what follows is a command of it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [sys.executable, *torchrun, *entry()]
+
+
+def threads(processes: int, cores: int) -> dict[str, str]:
+    """The environment of processes that share so many cores. torchrun would set one thread, and say so in a banner."""
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
 
 
 def entry() -> list[str]:

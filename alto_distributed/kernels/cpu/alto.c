@@ -283,7 +283,8 @@ static inline Vector round_halves(uint16_t *to, Vector x, const Chance *chance, 
     Bits sum = (Bits)x + (bits_of(chance, i) & 0xffffu);
 #if defined(__AVX512F__)
     __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
-    if (__builtin_expect(nan != 0, 0)) sum = (Bits)_mm512_mask_mov_epi32((__m512i)sum, nan, _mm512_set1_epi32(0x7fc00000));
+    if (__builtin_expect(nan != 0, 0))
+        sum = (Bits)_mm512_mask_mov_epi32((__m512i)sum, nan, _mm512_set1_epi32(0x7fc00000));
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)(sum >> 16)));
 #else
     Bits nan = (Bits)(x != x);

@@ -37,7 +37,7 @@ def setting_of(run: Run, world: int) -> Setting:
     """A run's settings, as far as memory is concerned."""
     common: dict[str, Any] = {
         "engine": run.engine,
-        "data_parallel": world // run.model_parallel,
+        "data_parallel": run.data_parallel(world),
         "precision": run.training.precision,
         "states": states_of(run.optimizer.name, run.optimizer.options),
     }

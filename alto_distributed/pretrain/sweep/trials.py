@@ -29,7 +29,7 @@ import torch
 from .. import metrics
 from ..checkpoint.changes import differences
 from ..checkpoint.manager import with_new_settings
-from ..compare import command_of, entry
+from ..compare import command_of, entry, threads
 from ..config.parsing import parse_json
 from ..config.settings import Run
 from ..data import files
@@ -89,9 +89,8 @@ def shares(ranks: int, jobs: int | None, devices: Sequence[str], cores: int) -> 
         raise ValueError(
             f"--jobs {jobs} with --ranks {ranks} takes {jobs * ranks} GPUs, and there are {len(devices)}: lower one"
         )
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // (jobs * ranks)))}
     of_job = [devices[job * ranks : (job + 1) * ranks] for job in range(jobs)]
-    return [{**threads, **({_DEVICES: ",".join(own)} if own else {})} for own in of_job]
+    return [{**threads(jobs * ranks, cores), **({_DEVICES: ",".join(own)} if own else {})} for own in of_job]
 
 
 def visible_devices() -> list[str]:

@@ -16,18 +16,10 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from alto_distributed.megatron import AltoOptimizerConfig
-from tests.end_to_end.programs.train_megatron import (
-    LENGTH,
-    SAMPLES,
-    build_model,
-    forward_step,
-    global_batch,
-    mean_over_ranks,
-)
+from tests.end_to_end.programs.train_megatron import build_model, train
 
 STEPS, WARMUP = 12, 4
 OF_CONFIG = {
@@ -90,22 +82,8 @@ def main():
     model_parallel_cuda_manual_seed(1234)
     model = build_model()
     optimizer, scheduler, asked = build(tree, door, model)
-    batches = map(global_batch, range(STEPS))
-    for step in range(STEPS):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        (loss,) = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[model],
-            num_microbatches=1,
-            seq_length=LENGTH,
-            micro_batch_size=SAMPLES // dist.get_world_size(),
-            forward_only=False,
-        )
-        optimizer.step()
+    for step, loss in train(model, optimizer, STEPS):
         scheduler.step(increment=1)
-        loss = mean_over_ranks(loss)
         if dist.get_rank() == 0:
             rates = sorted({group["lr"] for group in optimizer.param_groups})
             print(json.dumps({"step": step, "loss": loss, "rates": rates}), flush=True)

@@ -58,6 +58,25 @@ def mean_over_ranks(loss):
     return loss.item() / dist.get_world_size()
 
 
+def train(model, optimizer, steps):
+    """The number and the loss of each step, once the optimizer has taken it."""
+    batches = map(global_batch, range(steps))
+    for step in range(steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        (loss,) = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[model],
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=SAMPLES // dist.get_world_size(),
+            forward_only=False,
+        )
+        optimizer.step()
+        yield step, mean_over_ranks(loss)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--optimizer", default="adam")
@@ -74,22 +93,7 @@ def main():
     )
     optimizer = get_megatron_optimizer(config, [model])
 
-    forward_backward = get_forward_backward_func()
-    batches = map(global_batch, range(args.steps))
-    for step in range(args.steps):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        (loss,) = forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[model],
-            num_microbatches=1,
-            seq_length=LENGTH,
-            micro_batch_size=SAMPLES // dist.get_world_size(),
-            forward_only=False,
-        )
-        optimizer.step()
-        loss = mean_over_ranks(loss)
+    for step, loss in train(model, optimizer, args.steps):
         if dist.get_rank() == 0:
             print(json.dumps({"step": step, "loss": loss}), flush=True)
     if dist.get_rank() == 0:
